@@ -168,25 +168,12 @@ class Codec:
         """
         return StepBytes.of_all(stored) if tokens is None else StepBytes.of_tokens(stored, tokens)
 
-    @property
-    def ring_multiple(self) -> int | None:
-        """The number of slots of a ring is a multiple of this; None for a codec that cannot be in a ring.
+    def in_window(self, by_token: Codec) -> Codec:
+        """The codec of a layer with a sliding window, whose slots are overwritten one by one, by all heads at once.
 
-        The slots of a ring are overwritten in their order, by all heads at once.
+        It is this one where each token is stored by itself, and `by_token` where tokens are coded together.
         """
-        return 1 if self.supports_eviction else None
-
-    @property
-    def ring_room(self) -> int:
-        """Slots that a ring needs beyond those of tokens that are read."""
-        return 0
-
-    def in_ring(self, num_slots: int) -> Codec:
-        """The codec for a ring; in a cache of fewer than `num_slots` slots it does what this one does.
-
-        A ring's `encode` gets tokens in the order of the slots, and `append` a slot that begins anew with 0.
-        """
-        return self
+        return self if self.supports_eviction else by_token
 
     def in_pages(self, page: int) -> Codec | None:
         """The codec that stores immutable pages of `page` slots, each of one head; None if this one cannot.

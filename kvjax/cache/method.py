@@ -8,7 +8,9 @@ from typing import Any, Literal
 
 from kvjax.cache.binding import bind_fields
 from kvjax.cache.bound_layer import MethodLayer
+from kvjax.cache.codecs.per_token import PerTokenCodec
 from kvjax.cache.codecs.plain import Host, Plain
+from kvjax.cache.codecs.quantizers import Absmax
 from kvjax.cache.codecs.shared_values import SharedValues
 from kvjax.cache.components import (
     Codec,
@@ -58,8 +60,9 @@ class Method(Components):
       device_layers: number of first layers that stay on the device and are read in full, whatever `k`, `v` and `read`
         say (KCache, section 4.1). Default 0.
       windowed: what layers with a sliding window hold. "ring": the last tokens that their queries can see, stored by
-        `k` and `v` and read in full, whatever the other components say; these then work in the layers without a window
-        alone, and divide what they divide among them. "method": what all components say, as in every other layer.
+        `k` and `v`, or in 8 bits by token where these code several tokens together, and read in full, whatever the
+        other components say; these then work in the layers without a window alone, and divide what they divide among
+        them. "method": what all components say, as in every other layer.
         Default "ring"; `in_windows` in a method's string asks for "method".
     """
 
@@ -167,13 +170,11 @@ def _bind_to_window(method: Method, spec: LayerSpec) -> MethodLayer:
     Nothing is gained by choosing among the few tokens of a window, and a choice would cost exactness.
     """
     read = method.read if isinstance(method.read, Full) else Full()  # a `Full` of its own may name a kernel
-    bound = _share_values(bind_fields(Method(k=method.k, v=method.v, read=read), spec), spec)
-    layer_spec = spec.without_index
-    if bound.k.ring_multiple is None or bound.v.ring_multiple is None:
-        return MethodLayer(bound, layer_spec)
-    num_slots = RingLayer(bound, layer_spec).ring_slots
-    bound = dataclasses.replace(bound, k=bound.k.in_ring(num_slots), v=bound.v.in_ring(num_slots))
-    return RingLayer(bound, layer_spec)
+    # Slots of a window are written over one by one. A codec of groups would need slots for whole groups and for tokens
+    # that no query sees; 8 bits for each token take about as much, and lose less (docs/bytes.md).
+    by_token = PerTokenCodec(Absmax())
+    in_window = Method(k=method.k.in_window(by_token), v=method.v.in_window(by_token), read=read)
+    return RingLayer(_share_values(bind_fields(in_window, spec), spec), spec.without_index)
 
 
 def _share_values(bound: Method, spec: LayerSpec) -> Method:

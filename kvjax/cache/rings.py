@@ -2,7 +2,7 @@
 
 A query at position t sees the tokens after t - window. So a layer with a window never reads more than its last `window`
 tokens, and new tokens take the slots of those that no query will see again. Token i of a sequence lies in slot i modulo
-the number of slots; what is stored of it, and how it is read, is left to the method's codecs and the reader `Full`.
+the number of slots. The method's codecs say what is stored of it, in the form of `Codec.in_window`; `Full` reads it.
 
 The room makes a call exact that brings several tokens: all of them are written, and then each reads its own window. It
 also bounds how many tokens can be taken back, as speculative decoding does.
@@ -11,8 +11,6 @@ also bounds how many tokens can be taken back, as speculative decoding does.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import math
 from typing import Any
 
 import jax
@@ -38,8 +36,8 @@ ROOM_TOKENS = 16
 class RingLayer(MethodLayer):
     """A bound layer with a sliding window, whose slots are a ring.
 
-    Its method consists of codecs in their form for rings (`Codec.in_ring`), and a reader of all slots. In a cache whose
-    capacity is below `ring_slots` tokens nothing is ever overwritten, and the layer does what a `MethodLayer` does.
+    Its method consists of codecs that store each token by itself (`Codec.in_window`), and a reader of all slots. In a
+    cache whose capacity is below `ring_slots` tokens nothing is ever overwritten.
     """
 
     @property
@@ -53,14 +51,10 @@ class RingLayer(MethodLayer):
         """Requests of a `MethodLayer`; relative positions stay below the window at any length."""
         return dataclasses.replace(super().needs, unbounded_length=True)
 
-    @functools.cached_property
+    @property
     def ring_slots(self) -> int:
-        """Slots of the ring: those of the window, of a step, and of what codecs need, in whole multiples."""
-        of_keys, of_values = self.k.ring_multiple, self.v.ring_multiple
-        assert of_keys is not None and of_values is not None  # as binding has asked
-        slots = self.window + ROOM_TOKENS + max(self.k.ring_room, self.v.ring_room)
-        multiple = math.lcm(of_keys, of_values)
-        return -(-slots // multiple) * multiple
+        """Slots of the ring: those of the window and of a step."""
+        return self.window + ROOM_TOKENS
 
     def num_slots(self, prompt_tokens: int, headroom_tokens: int) -> int:
         """Slots of the ring, for prompts of any length."""

@@ -99,6 +99,9 @@ class StraightThrough(CodecWrapper, PromptAdaptiveKeys):
     def used_part(self, stored: StraightThroughState, num_tokens: int) -> Any:
         return self.inner.used_part(stored.stored, num_tokens), stored.exact[:, :, :num_tokens]
 
+    def in_window(self, by_token: Codec) -> Codec:
+        return dataclasses.replace(self, inner=self.inner.in_window(by_token))
+
     def in_pages(self, page: int) -> Codec | None:
         inner = self.inner.in_pages(page)
         return None if inner is None else StraightThrough(inner)

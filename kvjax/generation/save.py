@@ -17,7 +17,6 @@ import jax
 import numpy as np
 
 from kvjax.cache.protocol import BudgetedLayer, Cache, KVMethod, num_layer_slots
-from kvjax.cache.rings import RingLayer
 from kvjax.cache.shared_prefix import SharedPrefixLayer, SharedPrefixState
 from kvjax.core import memory
 from kvjax.core.mesh import axes_of_layer_array
@@ -119,9 +118,7 @@ def _candidate_trees(
     prompts = (capacity, *range(BUCKET_TOKENS, capacity, BUCKET_TOKENS))
     slots = [x.shape[2] for x in arrays if x.ndim > 2 and x.shape[1] in (1, kind.attention.kv_heads)]
     slots += [num_layer_slots(layer, (n,), capacity) for n in prompts]
-    # Codecs may have arrays of more entries than a ring has slots.
-    max_slots = min(layer.ring_slots, capacity) if isinstance(layer, RingLayer) else capacity
-    slots = list(dict.fromkeys(n for n in slots if 0 < n <= max_slots))
+    slots = list(dict.fromkeys(n for n in slots if 0 < n <= capacity))
     sizes = [*((n, n) for n in slots), *itertools.product(prompts, slots)]
     for candidate, (prompt, num_slots), count in itertools.product(layers, sizes, batches):
         with contextlib.suppress(ValueError, TypeError):  # sizes that the method cannot have

@@ -8,7 +8,6 @@ from typing import Annotated, Any, ClassVar
 import jax.numpy as jnp
 
 from kvjax import method_api as kv
-from kvjax.cache.codecs import ring_order
 
 
 @kv.pytree
@@ -33,35 +32,18 @@ class ExactWindow(kv.CodecWrapper):
     sequential_writes: ClassVar[bool] = True  # whether a query sees a token exactly depends on when it asks
     supports_eviction: ClassVar[bool] = False  # the window is counted in slots
 
-    ring_slots: int = dataclasses.field(default=0, kw_only=True, repr=False, metadata={"hash_default": False})
-    # Slots of the ring that `in_ring` makes it for, 0 for none; fewer slots never begin anew.
-
     __post_init__ = kv.check_fields
 
-    @property
-    def ring_room(self) -> int:
-        return max(self.inner.ring_room, self.window)  # no token of the window is in the slot of an older one
-
-    def in_ring(self, num_slots: int) -> kv.Codec:
-        return dataclasses.replace(self, inner=self.inner.in_ring(num_slots), ring_slots=num_slots)
-
     def encode(self, x: kv.Array, pos: kv.Array) -> WindowState:
-        slots = x.shape[2]
-        n = ring_order.count_tokens(pos, self.ring_slots)
-        token = kv.RingBuffer(0, min(self.window + 1, slots)).slots(n, jnp.zeros_like(n))
-        newest_slot = jnp.maximum(token, 0)
-        if slots == self.ring_slots:
-            newest_slot = newest_slot % slots
-        newest = kv.memory.take(x, newest_slot)
-        newest = jnp.where((token >= 0)[..., None], newest, jnp.zeros((), x.dtype))
+        n = (pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
+        slot = kv.RingBuffer(0, min(self.window + 1, x.shape[2])).slots(n, jnp.zeros_like(n))
+        newest = kv.memory.take(x, jnp.maximum(slot, 0))
+        newest = jnp.where((slot >= 0)[..., None], newest, jnp.zeros((), x.dtype))
         return WindowState(self.inner.encode(x, pos), newest, n)
 
     def append(self, stored: WindowState, x: kv.Array, at: kv.Array) -> WindowState:
-        inner, token = self.inner.append(stored.inner, x, at), at
-        if self.ring_slots:
-            token = ring_order.nearest_token(at, stored.n[:, None], self.ring_slots)
-        newest = kv.memory.put(stored.newest, x, token % stored.newest.shape[2])
-        return WindowState(inner, newest, token[:, 0] + x.shape[2])
+        newest = kv.memory.put(stored.newest, x, at % stored.newest.shape[2])
+        return WindowState(self.inner.append(stored.inner, x, at), newest, at[:, 0] + x.shape[2])
 
     def decode(self, stored: WindowState) -> kv.Array:
         x = self.inner.decode(stored.inner)
@@ -80,22 +62,18 @@ class ExactWindow(kv.CodecWrapper):
     def scores(self, q: kv.Array, stored: WindowState) -> kv.Array:
         scores = self.inner.scores(q, stored.inner)
         slot = jnp.arange(scores.shape[4], dtype=jnp.int32)[None, None]
-        place = self._token_in(slot, stored) % stored.newest.shape[2]
-        place = jnp.broadcast_to(place[:, :, None, None], scores.shape)
+        place = jnp.broadcast_to((slot % stored.newest.shape[2])[:, :, None, None], scores.shape)
         # The logits of the window's few places are computed once, and each slot takes that of its place.
         exact = jnp.take_along_axis(kv.attention.scores(q, stored.newest), place, 4)
-        is_exact = self._is_in_window(stored, self._token_in(slot, stored))
+        is_exact = self._is_in_window(stored, slot)
         return jnp.where(is_exact[:, :, None, None], exact, scores)
 
     def mix(self, p: kv.Array, stored: WindowState) -> kv.Array:
         slot = jnp.arange(p.shape[4], dtype=jnp.int32)[None, None]
-        is_exact = self._is_in_window(stored, self._token_in(slot, stored))
+        is_exact = self._is_in_window(stored, slot)
         older = jnp.where(is_exact[:, :, None, None], 0.0, p)
         newest = kv.RingBuffer(0, stored.newest.shape[2]).slots(stored.n, jnp.zeros_like(stored.n))
-        newest_slot = jnp.maximum(newest, 0)
-        if self.ring_slots:
-            newest_slot = newest_slot % self.ring_slots
-        at = jnp.broadcast_to(newest_slot[:, :, None, None], (*p.shape[:4], newest.shape[2]))
+        at = jnp.broadcast_to(jnp.maximum(newest, 0)[:, :, None, None], (*p.shape[:4], newest.shape[2]))
         is_new = self._is_in_window(stored, newest)[:, :, None, None]
         newer = jnp.where(is_new, jnp.take_along_axis(p, at, 4), 0.0)
         return self.inner.mix(older, stored.inner) + kv.attention.mix(newer, stored.newest)
@@ -103,19 +81,14 @@ class ExactWindow(kv.CodecWrapper):
     def num_quantized(self, n: kv.Array) -> kv.Array:
         return jnp.maximum(n + 1 - self.window, 0)
 
-    def _token_in(self, slot: kv.Array, stored: WindowState) -> kv.Array:
-        """The number of the token, counted from 0, in slots i32[B K|1 n]; in a ring negative in empty ones."""
-        return ring_order.last_token(slot, stored.n[:, None, None], self.ring_slots) if self.ring_slots else slot
-
-    def _is_in_window(self, stored: WindowState, token: kv.Array) -> kv.Array:
+    def _is_in_window(self, stored: WindowState, slot: kv.Array) -> kv.Array:
         n = stored.n[:, None, None]
-        return (token >= jnp.maximum(n - self.window, 0)) & (token < n)
+        return (slot >= jnp.maximum(n - self.window, 0)) & (slot < n)
 
     def _insert_newest(self, stored: WindowState, x: kv.Array, slot: kv.Array) -> kv.Array:
         """Replaces tokens x [B K n H] of slots i32[B K n] by their exact copies, where they are in the window."""
-        token = self._token_in(slot, stored)
-        exact = kv.memory.take(stored.newest, token % stored.newest.shape[2])
-        return jnp.where(self._is_in_window(stored, token)[..., None], exact, x)
+        exact = kv.memory.take(stored.newest, slot % stored.newest.shape[2])
+        return jnp.where(self._is_in_window(stored, slot)[..., None], exact, x)
 
 
 @kv.register_method(family="fewer numbers per vector")

@@ -55,17 +55,6 @@ class LowRankResidual(kv.Codec):
 
     __post_init__ = kv.check_fields
 
-    @property
-    def ring_multiple(self) -> int | None:
-        return self.backbone.ring_multiple
-
-    @property
-    def ring_room(self) -> int:
-        return self.backbone.ring_room
-
-    def in_ring(self, num_slots: int) -> kv.Codec:
-        return dataclasses.replace(self, backbone=self.backbone.in_ring(num_slots))
-
     def num_committed(self, stored: GearState, n: kv.Array) -> kv.Array:
         return self.backbone.num_committed(stored.codes, n)
 
@@ -75,13 +64,13 @@ class LowRankResidual(kv.Codec):
         x = jnp.where(real[..., None], x, jnp.zeros((), x.dtype))
         is_outlier, without_outliers = self.outliers.find(x, real)
         codes = self.backbone.encode(without_outliers, pos)
-        restored = self.backbone.decode_prompt(codes)
+        restored = self.backbone.decode(codes)
         coordinates, basis = self._factorize_error(x, restored, real[..., None] & ~is_outlier, self.rank)
         chunk_rank = min(self.later, self.backbone.every, H)
         return GearState(
             codes,
-            self.outliers.init_state(x, is_outlier, self.backbone),
-            self.backbone.pack_tokens(coordinates),
+            self.outliers.init_state(x, is_outlier, self.backbone.every),
+            kv.memory.pack(coordinates),
             basis,
             jnp.zeros((B, K, self.backbone.num_chunks(S), H * chunk_rank), x.dtype),
         )
@@ -89,7 +78,7 @@ class LowRankResidual(kv.Codec):
     def append(self, stored: GearState, x: kv.Array, at: kv.Array) -> GearState:
         """Quantizes a chunk that is full, then stores x [B K 0|1 H] exactly, at slot at i32[B 1]."""
         is_due = self.backbone.is_due(stored.codes, at)
-        if self.backbone.num_chunks(self.backbone.num_slots(stored.codes)):
+        if self.backbone.num_chunks(stored.codes.slots):
             stored = self._append_chunk(stored, is_due)
         return dataclasses.replace(stored, codes=self.backbone.append_recent(stored.codes, x, at))
 
@@ -104,31 +93,33 @@ class LowRankResidual(kv.Codec):
 
         recent = self.backbone.recent_chunk(stored.codes)
         codes, listed, coordinates, basis = compute_if(is_due.any(), quantize, recent)
-        chunk = self.backbone.chunk_index(stored.codes, self.backbone.next_chunk_slot(stored.codes))
+        at = stored.codes.num_quantized[:, None]
+        chunk = self.backbone.chunk_index(stored.codes, at)
         # An index beyond the last chunk is dropped, so sequences that are not due stay as they are.
         place = jnp.where(is_due[:, None], chunk, stored.chunk_bases.shape[2])
         return GearState(
             self.backbone.append_chunk(stored.codes, codes, is_due),
-            self.outliers.add(stored.outliers, listed, self.backbone, stored.codes, is_due),
-            self.backbone.append_tokens(stored.codes, stored.coordinates, coordinates, is_due),
+            self.outliers.add(stored.outliers, listed, at, chunk, is_due),
+            kv.memory.append(stored.coordinates, coordinates, at, is_due),
             stored.prompt_basis,
             kv.memory.put(stored.chunk_bases, basis.reshape(*recent.shape[:2], 1, -1), place),
         )
 
     def decode(self, stored: GearState) -> kv.Array:
-        return self._add_residual(stored, self.backbone.decode(stored.codes), None)
+        x = self.backbone.decode(stored.codes)
+        return self._add_residual(stored, x, kv.memory.unpack(stored.coordinates), None)
 
     def gather(self, stored: GearState, idx: kv.Array) -> kv.Array:
-        return self._add_residual(stored, self.backbone.gather(stored.codes, idx), idx)
+        coordinates = kv.memory.gather_tokens(stored.coordinates, idx)
+        return self._add_residual(stored, self.backbone.gather(stored.codes, idx), coordinates, idx)
 
-    def _add_residual(self, stored: GearState, x: kv.Array, idx: kv.Array | None) -> kv.Array:
-        """Adds L and outliers to the dequantized tokens x [B K n H] of slots idx.
+    def _add_residual(self, stored: GearState, x: kv.Array, coordinates: kv.Array, idx: kv.Array | None) -> kv.Array:
+        """Adds L, by its coordinates [B K n r], and outliers to the dequantized tokens x [B K n H] of slots idx.
 
         idx is i32[B K n], or None for all slots, in order.
         """
         B, K, n, H = x.shape
         slot = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (B, K, n)) if idx is None else idx
-        coordinates = self.backbone.read_tokens(stored.codes, stored.coordinates, idx)
         low_rank = _combine(coordinates, jnp.moveaxis(stored.prompt_basis, 3, 0)[:, :, :, None])
         if num_chunks := stored.chunk_bases.shape[2]:
             chunk = self.backbone.chunk_index(stored.codes, slot)
@@ -139,8 +130,8 @@ class LowRankResidual(kv.Codec):
             later = _combine(coordinates, jnp.split(bases, bases.shape[3] // H, 3))
             low_rank = jnp.where((chunk < 0)[..., None], low_rank, later)
         whole = (x.astype(jnp.float32) + low_rank).astype(x.dtype)
-        whole = self.outliers.insert(stored.outliers, whole, idx, self.backbone, stored.codes)
-        return jnp.where(self.backbone.is_code(stored.codes, slot)[..., None], whole, x)
+        whole = self.outliers.insert(stored.outliers, whole, idx)
+        return jnp.where((slot < stored.codes.num_quantized[:, None, None])[..., None], whole, x)
 
     def _factorize_error(
         self, x: kv.Array, restored: kv.Array, counts: kv.Array, rank: int

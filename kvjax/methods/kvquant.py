@@ -168,17 +168,6 @@ class DenseAndSparse(kv.Codec):
     sequential_writes = True  # whether a query sees a token exactly depends on when it asks
     supports_eviction = False  # tokens of a chunk share their ranges, so none of them can leave
 
-    @property
-    def ring_multiple(self) -> int | None:
-        return self.codes.ring_multiple
-
-    @property
-    def ring_room(self) -> int:
-        return self.codes.ring_room
-
-    def in_ring(self, num_slots: int) -> kv.Codec:
-        return dataclasses.replace(self, codes=self.codes.in_ring(num_slots))
-
     def num_committed(self, stored: DenseAndSparseState, n: kv.Array) -> kv.Array:
         return self.codes.num_committed(stored.codes, n)
 
@@ -186,13 +175,13 @@ class DenseAndSparse(kv.Codec):
         real = jnp.broadcast_to(pos >= 0, x.shape[:3])
         x = jnp.where(real[..., None], x, jnp.zeros((), x.dtype))
         is_outlier, without_outliers = self.outliers.find(x, real)
-        outliers = self.outliers.init_state(x, is_outlier, self.codes)
+        outliers = self.outliers.init_state(x, is_outlier, self.codes.every)
         return DenseAndSparseState(self.codes.encode(without_outliers, pos), outliers)
 
     def append(self, stored: DenseAndSparseState, x: kv.Array, at: kv.Array) -> DenseAndSparseState:
         """Quantizes a chunk that is full, then stores x [B K 0|1 H] exactly, at slot at i32[B 1]."""
         is_due = self.codes.is_due(stored.codes, at)
-        if self.codes.num_chunks(self.codes.num_slots(stored.codes)):
+        if self.codes.num_chunks(stored.codes.slots):
             stored = self._append_chunk(stored, is_due)
         return dataclasses.replace(stored, codes=self.codes.append_recent(stored.codes, x, at))
 
@@ -205,9 +194,10 @@ class DenseAndSparse(kv.Codec):
             return self.codes.encode_chunk(without_outliers), listed
 
         codes, listed = compute_if(is_due.any(), quantize, self.codes.recent_chunk(stored.codes))
+        at = stored.codes.num_quantized[:, None]
         return DenseAndSparseState(
             self.codes.append_chunk(stored.codes, codes, is_due),
-            self.outliers.add(stored.outliers, listed, self.codes, stored.codes, is_due),
+            self.outliers.add(stored.outliers, listed, at, self.codes.chunk_index(stored.codes, at), is_due),
         )
 
     def decode(self, stored: DenseAndSparseState) -> kv.Array:
@@ -221,9 +211,9 @@ class DenseAndSparse(kv.Codec):
 
         Tokens that are no codes have theirs.
         """
-        whole = self.outliers.insert(stored.outliers, x, idx, self.codes, stored.codes)
+        whole = self.outliers.insert(stored.outliers, x, idx)
         slot = jnp.arange(x.shape[2], dtype=jnp.int32)[None, None] if idx is None else idx
-        return jnp.where(self.codes.is_code(stored.codes, slot)[..., None], whole, x)
+        return jnp.where((slot < stored.codes.num_quantized[:, None, None])[..., None], whole, x)
 
 
 class QuantileOutliers(Outliers):

@@ -95,12 +95,14 @@ class CrossHeadRotation(kv.CodecWrapper):
     spec: kv.LayerSpec | None = None
 
     pre_rope: ClassVar[bool] = True
-    # A slot of all heads together cannot be written for one of them; a ring writes it for all.
-    supports_eviction: ClassVar[bool] = False
+    supports_eviction: ClassVar[bool] = False  # a slot of all heads together cannot be written for one of them
 
     @property
     def is_head_specific(self) -> bool:
         return self.means is not None  # a table's order is that of certain heads
+
+    def in_window(self, by_token: kv.Codec) -> kv.Codec:
+        return self  # there all heads overwrite a slot together
 
     def at(self, spec: kv.LayerSpec) -> kv.Codec:
         bound = dataclasses.replace(kv.bind_fields(self, spec), spec=spec.without_index)

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax import method_api as kv
-from kvjax.cache.codecs import ring_order
 
 
 @kv.exportable
@@ -50,8 +49,6 @@ class StaircaseQuantizer(kv.Codec):
     group: int = 32
     axis: str = "channel"
     every: int = 128
-    # Slots of the ring that `in_ring` makes it for, 0 for none; fewer slots never begin anew.
-    ring_slots: int = dataclasses.field(default=0, kw_only=True, repr=False, metadata={"hash_default": False})
 
     sequential_writes = True  # in how many bits a query sees a token depends on when it asks
     supports_eviction = False  # tokens of a group share a scale, so none of them can leave
@@ -69,26 +66,12 @@ class StaircaseQuantizer(kv.Codec):
         return n // self.every * self.every
 
     def num_committed(self, stored: StaircaseState, n: kv.Array) -> kv.Array:
-        if self.ring_slots:
-            return n - (n - stored.num_quantized) % self.ring_slots
         return stored.num_quantized
-
-    @property
-    def ring_multiple(self) -> int:
-        return self.every
-
-    @property
-    def ring_room(self) -> int:
-        return self.every
-
-    def in_ring(self, num_slots: int) -> StaircaseQuantizer:
-        return dataclasses.replace(self, ring_slots=num_slots)
 
     def encode(self, x: kv.Array, pos: kv.Array) -> StaircaseState:
         self._check_head_dim(x.shape[3])
         num_slots, last = x.shape[2], len(self.bits) - 1
-        is_ring = num_slots == self.ring_slots
-        length = ring_order.count_tokens(pos, self.ring_slots)
+        length = (pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
         is_real = jnp.arange(num_slots, dtype=jnp.int32)[None] < length[:, None]
         x = jnp.where(is_real[:, None, :, None], x, jnp.zeros((), x.dtype))
         num_quantized = self.num_quantized(length)
@@ -97,18 +80,13 @@ class StaircaseQuantizer(kv.Codec):
             """The `every` tokens that became codes `age` blocks ago; at -1 the newest, which are exact."""
             back = jnp.arange(-(age + 1) * self.every, -age * self.every, dtype=jnp.int32)
             token = num_quantized[:, None] + back[None]
-            slot = jnp.maximum(token, 0) % num_slots if is_ring else jnp.clip(token, 0, num_slots - 1)
-            return kv.memory.take(x, slot[:, None])
+            return kv.memory.take(x, jnp.clip(token, 0, num_slots - 1)[:, None])
 
         # The last level has room for all whole blocks that the cache can hold, less those on the levels above. It is
         # filled with the whole prompt from slot 0: what is younger is never read there, and is overwritten in time.
         last_level_tokens = max(num_slots // self.every - last, 1) * self.every
         padding = [(0, 0), (0, 0), (0, max(last_level_tokens - num_slots, 0)), (0, 0)]
         oldest = jnp.pad(x, padding)[:, :, :last_level_tokens]
-        if is_ring:  # the last level is a ring as well, of its own size
-            place, end = jnp.arange(last_level_tokens, dtype=jnp.int32)[None], num_quantized - last * self.every
-            token = ring_order.last_token(place, end[:, None], last_level_tokens)
-            oldest = kv.memory.take(x, (jnp.where(token >= 0, token, place) % num_slots)[:, None])
         levels = [self._quantize(level, block_of_age(level)) for level in range(last)]
         return StaircaseState(block_of_age(-1), (*levels, self._quantize(last, oldest)), num_quantized, num_slots)
 
@@ -131,8 +109,6 @@ class StaircaseQuantizer(kv.Codec):
 
     def append(self, stored: StaircaseState, x: kv.Array, at: kv.Array) -> StaircaseState:
         """Moves down the blocks that are due, then stores x [B K 0|1 H] exactly, at slot at i32[B 1]."""
-        if self.ring_slots:
-            at = ring_order.first_token(at, stored.num_quantized[:, None], self.ring_slots)
         is_due = at[:, 0] - stored.num_quantized >= self.every
         # A block is complete once in `every` calls, and most calls skip the work by the condition.
         stored = lax.cond(is_due.any(), lambda s: self._move_down(s, is_due), lambda s: s, stored)
@@ -152,8 +128,6 @@ class StaircaseQuantizer(kv.Codec):
                 # The last level gets its first block only when each level above has one.
                 start = stored.num_quantized - last * self.every
                 start, is_written = jnp.maximum(start, 0), is_due & (start >= 0)
-                if self.ring_slots:
-                    start = start % level.codes.data.shape[2]
             start_group = start // self.group if self.axis == "channel" else start
             codes = kv.memory.append(level.codes, incoming.codes.data, start[:, None], is_written)
             scale = kv.memory.append(level.scale, incoming.scale.data, start_group[:, None], is_written)
@@ -167,16 +141,11 @@ class StaircaseQuantizer(kv.Codec):
         return self.gather(stored, jnp.broadcast_to(slots, (*stored.recent.shape[:2], stored.num_slots)))
 
     def gather(self, stored: StaircaseState, idx: kv.Array) -> kv.Array:
-        last_level_tokens = stored.levels[-1].codes.data.shape[2]
-        if self.ring_slots:
-            idx = ring_order.last_token(idx, stored.num_quantized[:, None, None] + self.every, self.ring_slots)
         age = (stored.num_quantized[:, None, None] - 1 - idx) // self.every  # in blocks; negative for exact tokens
         x = kv.memory.take(stored.recent, idx % self.every)
         for i, level in enumerate(stored.levels):
             is_last = i == len(self.bits) - 1
             is_here, index = (age >= i, idx) if is_last else (age == i, idx % self.every)
-            if is_last and self.ring_slots:
-                index = idx % last_level_tokens
             x = jnp.where(is_here[..., None], self._group_codec(i).gather_codes(level, index), x)
         return x
 

@@ -14,7 +14,6 @@ import kvjax
 from kvjax import functional
 from kvjax.cache.calibration import table_file
 from kvjax.cache.rings import ROOM_TOKENS, RingLayer
-from kvjax.core.memory import array_bytes
 from kvjax.engine.forward import exact_logits
 from kvjax.engine.plan import bind
 from kvjax.engine.plan import specs as layer_specs
@@ -94,7 +93,7 @@ def assert_as_without_rings(method, steps=4 * WINDOW, sequences=3):
     return rings
 
 
-@pytest.mark.parametrize("method", ["int8", "offload + fp8", "kivi:group=8,residual=8"])
+@pytest.mark.parametrize("method", ["int8", "offload + fp8"])
 def test_a_ring_of_codes_gives_what_all_tokens_in_codes_give_in_steps_of_one_token_or_many(method):
     rings = assert_as_without_rings(method)
     error = np.abs(decode_logits(method, texts(20), 20, width=20)[0] - rings).max(-1)
@@ -112,24 +111,20 @@ def random_table(path, kind, groups, *names):
     return table_file.write(path / kind, kind, layer_specs(model().config)[0], layers)
 
 
-def test_heads_that_are_stored_together_and_steps_of_bits_are_in_a_ring_what_they_are_without(tmp_path):
+def test_heads_that_are_stored_together_are_in_a_ring_what_they_are_without(tmp_path):
     bases = {
         "bases": random_table(tmp_path, "bases", 2, "bare_keys", "values"),
         "joint_bases": random_table(tmp_path, "joint_bases", 1, "bare_keys", "values"),
     }
-    rotate, cskv, saq = (
-        kvjax.parse(text)
-        for text in (
-            f"rotatekv:bits=4,table={bases['bases']}",
-            f"cskv:window=3,table={bases['joint_bases']}",
-            "saq:bits=8-4,group=4,every=8",
-        )
-    )
-    for keys, values in ((cskv, cskv), (saq, rotate)):
-        assert_as_without_rings(kvjax.Method(k=keys.k, v=values.v))
+    rotate = kvjax.parse(f"rotatekv:bits=4,table={bases['bases']}").k.inner
+    low_rank = kvjax.parse(f"cskv:window=3,table={bases['joint_bases']}").v.inner
+    assert_as_without_rings(kvjax.Method(k=rotate, v=low_rank))
 
 
-CHUNKS = (
+CODED_TOGETHER = (
+    "kivi:group=8,residual=8",
+    "saq:bits=8-4,group=4,every=8",
+    "cskv:window=3",
     "gear:bits=2,rank=2,every=4,share=0.3",
     "kvquant:bits=4,outliers=0.3,first=2,every=8",
     "zipcache:every=5",
@@ -137,87 +132,33 @@ CHUNKS = (
 )
 
 
-def codecs_alone(method: str) -> kvjax.Method:
-    """What a method is in a layer with a window: side stores leave it alone."""
-    return kvjax.Method(k=kvjax.parse(method).k, v=kvjax.parse(method).v)
+@pytest.mark.parametrize("method", CODED_TOGETHER)
+def test_codecs_that_code_tokens_together_hold_a_window_by_token_in_eight_bits(method):
+    config = model().config
+    for placed, by_token in ((method, "int8"), (f"{method} + offload", "int8 + offload")):
+        try:
+            plan = bind(placed, config)
+        except KvjaxError as error:  # what works on the device alone, and tables of other models
+            assert "offload" in placed or "table" in str(error)
+            continue
+        expected = bind(by_token, config)
+        assert plan[0] == plan[2] == expected[0] and plan[1] != expected[1]
 
 
-@pytest.mark.parametrize("method", CHUNKS)
-def test_chunks_that_begin_where_a_prompt_ends_give_what_they_give_without_a_ring(method):
-    codecs = codecs_alone(method)
-    # The third prompt does not fit into the ring, and its ranges are those of the tokens that do.
-    rings = assert_as_without_rings(codecs, steps=60, sequences=2)
-    np.testing.assert_allclose(decode_logits(codecs, texts(60), 60, width=20)[0], rings, atol=5e-6)
-    assert bind(method, model().config)[0] == bind(codecs, model().config)[0]
+def test_a_model_whose_layers_all_have_windows_is_the_same_under_codecs_of_groups_and_by_token():
+    windows = toy_model(layers=2, windows=(WINDOW, WINDOW), vocab_size=64)
+    groups, by_token = (
+        kvjax.generate(windows, PROMPTS, method, max_new_tokens=20, logprobs=True)
+        for method in ("kivi:bits=2,group=8,residual=8", "int8")
+    )
+    assert groups.tokens == by_token.tokens and groups.bytes == by_token.bytes
+    exact = kvjax.generate(windows, PROMPTS, "full", max_new_tokens=1, logprobs=True)
+    np.testing.assert_allclose(groups.logprobs[0][0], exact.logprobs[0][0], atol=1e-5)
 
 
-def assert_codec_as_without_a_ring(codec, prompts, steps):
-    """Compares all tokens that a ring can show, step by step, with those of a cache that holds all tokens."""
-    num_slots = SLOTS + codec.ring_room
-    ring, held = codec.in_ring(num_slots), [min(n, num_slots) for n in prompts]
-    text = np.random.default_rng(1).normal(size=(len(prompts), 2, max(prompts) + steps, 8)).astype(np.float32)
-
-    def encode(codec, tokens):
-        """Stores the tokens with these indices in the text, -1 for an empty slot."""
-        tokens = np.array(tokens, np.int32)[:, None]
-        return jax.jit(codec.encode)(np.take_along_axis(text, np.maximum(tokens, 0)[..., None], 2), tokens)
-
-    last = [[n - 1 - (n - 1 - slot) % num_slots for slot in range(num_slots)] for n in prompts]
-    in_ring = encode(ring, np.maximum(last, -1))
-    whole = [[*range(n - m, n), *[-1] * (num_slots + steps - m)] for n, m in zip(prompts, held, strict=True)]
-    in_order = encode(codec, whole)
-    append_to_ring, append, decode_ring, decode = map(jax.jit, (ring.append, codec.append, ring.decode, codec.decode))
-    gather = jax.jit(ring.gather)
-    all_slots = np.broadcast_to(np.arange(num_slots, dtype=np.int32), (len(prompts), 2, num_slots))
-    for step in range(steps):
-        n = np.array(prompts) + step
-        token = np.take_along_axis(text, n[:, None, None, None], 2)
-        in_ring = append_to_ring(in_ring, token, n[:, None].astype(np.int32) % num_slots)
-        in_order = append(in_order, token, (np.array(held) + step)[:, None].astype(np.int32))
-        found, expected = decode_ring(in_ring), decode(in_order)
-        np.testing.assert_array_equal(gather(in_ring, all_slots), found)
-        for i, m in enumerate(held):
-            tokens = np.arange(max(n[i] + 1 - SLOTS, n[i] - m - step), n[i] + 1)
-            kept = expected[i][:, tokens - (n[i] - m - step)]
-            np.testing.assert_allclose(found[i][:, tokens % num_slots], kept, atol=3e-6)
-
-
-@pytest.mark.parametrize("method", [*CHUNKS, "kvquant:outliers=0.2,every=1", "gear:every=40"])
-def test_a_ring_of_chunks_shows_for_three_rounds_what_all_tokens_in_chunks_show(method):
-    components = kvjax.parse(method)
-    for codec in (components.k, components.v):
-        assert_codec_as_without_a_ring(codec, [12, 3, 100], 3 * (SLOTS + codec.ring_room))
-
-
-def test_a_ring_of_chunks_has_the_bytes_of_the_hand():
-    cache = kvjax.prefill(model(), [PROMPTS[2]], "zipcache:every=4", capacity=128)[1]
-    slots, heads, channels = SLOTS + 4, 2, 8
-    entries, chunks = slots + 3, 1 + 6  # a chunk may reach beyond the last slot; 25 slots show six chunks and a prompt
-    keys = entries * 4 + chunks * 2 * channels * 4 + 4 * channels * 4  # eight 4-bit codes are a word
-    values = entries * (4 + 2 * 4) + chunks * channels * 4 + 4 * channels * 4
-    assert array_bytes(cache.layers[0])["device"] == heads * (keys + values) + 4 * 4 + slots * 4 + 4
-    other = array_bytes(cache.layers[1])["device"]
-    assert kvjax.state_bytes(cache).total["device"] == 2 * array_bytes(cache.layers[0])["device"] + other + 4
-    held = heads * (WINDOW * (4 + 12) + 2 * 3 * channels * 4 + 2 * 4 * channels * 4) + 4 * 4 + WINDOW * 4 + 4
-    layer, state = cache.plan[0], cache.layers[0]
-    assert array_bytes(state)["device"] - layer.empty_bytes(state, "float32")["device"] == held
-
-
-@pytest.mark.parametrize("method", CHUNKS)
-def test_tokens_after_the_last_chunk_can_be_taken_back(method):
-    whole, prompts, codecs = texts(61)[:2], PROMPTS[:2], codecs_alone(method)
-    every, pairs = codecs.v.ring_room, list(zip(whole, map(len, prompts), strict=True))
-    steps = 60 // every * every - 1
-    taken_back = []
-    for kind in (codecs, kvjax.compose(codecs, "in_windows")):
-        cache = kvjax.prefill(model(), prompts, kind, capacity=120)[1]
-        cache = kvjax.extend(model(), [w[n : n + steps] for w, n in pairs], cache)[1]
-        most = cache.plan[0].max_rollback(cache.layers[0])
-        assert np.asarray(most).tolist() == [every - 1] * 2
-        left = steps - every + 2
-        cropped = kvjax.cache_ops.crop(cache, [n + left for _, n in pairs])
-        taken_back.append(kvjax.extend(model(), [w[n + left : n + 61] for w, n in pairs], cropped)[0])
-    np.testing.assert_allclose(*taken_back, atol=5e-6)
+def test_gradients_pass_through_codecs_that_code_tokens_together():
+    kivi, int8 = (functional.bind(m, model().config, differentiable=True) for m in (CODED_TOGETHER[0], "int8"))
+    assert kivi[0] == int8[0] and kivi[1] != int8[1]
 
 
 def test_a_ring_never_holds_more_than_the_window_and_the_bytes_are_those_of_the_hand():
@@ -329,38 +270,6 @@ def test_gradients_pass_through_a_ring():
 
     ring, tokens = (jax.grad(loss)(model().params, method) for method in ("int8", "int8 + in_windows"))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4, rtol=2e-3), ring, tokens)
-
-
-def test_a_decode_loop_writes_codes_of_groups_in_place():
-    plan = bind("kivi:group=8,residual=8", model().config)
-    logits, cache = functional.prefill(
-        model().params, jnp.array([PROMPTS[2]]), jnp.array([40]), plan, model().config, 128
-    )
-    decode = jax.jit(lambda cache, first: functional.decode(model().params, cache, first, 64), donate_argnums=0)
-    text = decode.lower(cache, logits.argmax(-1).astype(jnp.int32)).compile().as_text()
-    keys, values = cache.layers[0].k, cache.layers[0].v
-    assert keys.slots == 32
-    for words in (keys.codes.data, values.codes.data):
-        assert not [line for line in full_copies(text, words.shape) if "= u32[" in line]
-
-
-@pytest.mark.parametrize(
-    "method", ["gear:every=8,share=0.3", "kvquant:every=8,outliers=0.2,first=0", "zipcache:every=8"]
-)
-def test_a_decode_loop_writes_chunks_of_codes_in_place(method):
-    plan = bind(codecs_alone(method), model().config)
-    logits, cache = functional.prefill(
-        model().params, jnp.array([PROMPTS[2]]), jnp.array([40]), plan, model().config, 128
-    )
-    decode = jax.jit(lambda cache, first: functional.decode(model().params, cache, first, 64), donate_argnums=0)
-    text = decode.lower(cache, logits.argmax(-1).astype(jnp.int32)).compile().as_text()
-    layer = cache.layers[0]
-    slots = cache.plan[0].ring_slots
-    for x in jax.tree.leaves((layer.k, layer.v)):
-        if x.ndim == 4 and x.shape[2] >= slots:
-            kind = {"uint32": "u32", "float32": "f32", "uint8": "u8"}.get(x.dtype.name)
-            copies = [line for line in full_copies(text, x.shape) if f"= {kind}[" in line]
-            assert not copies, copies
 
 
 def test_a_method_with_no_layer_to_work_in_says_so_once(monkeypatch):

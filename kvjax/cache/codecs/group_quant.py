@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.codecs import bit_packing, blockwise, ring_order
+from kvjax.cache.codecs import bit_packing, blockwise
 from kvjax.cache.components import Codec, PagedArrays
 from kvjax.core import attention, memory
 from kvjax.core.gradients import refuse_gradient
@@ -88,18 +88,6 @@ class Kivi(Codec):
     def _word_axis(self) -> int:
         return 2 if self.packed == "tokens" else 3
 
-    @property
-    def ring_multiple(self) -> int:
-        return math.lcm(self.per, self.residual)  # a ring begins anew with a word and a group
-
-    @property
-    def ring_room(self) -> int:
-        # The slots of exact tokens hold codes of tokens out of sight, or parts of such codes.
-        return self.num_recent
-
-    def in_ring(self, num_slots: int) -> KiviRing:
-        return KiviRing(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Kivi)}, num_slots=num_slots)
-
     def capacity(self, slots: int) -> int:
         """Codes per channel in a cache of `slots`: all whole residuals, rounded up to whole words and groups."""
         # At least one word and group: buffers without elements would need branches in every reader.
@@ -136,18 +124,17 @@ class Kivi(Codec):
 
     def encode(self, x: Array, pos: Array) -> KiviState:
         self.check_head_dim(x.shape[3])
-        slots, n = x.shape[2], self._num_tokens(pos)
+        slots, n = x.shape[2], (pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
         num_quantized = self.num_quantized(n)
         # Places of `recent` that hold no token yet repeat a real one: what lies there meets a weight of 0, and must be
         # finite.
         recent_index = jnp.clip(self._recent_index(num_quantized), 0, jnp.maximum(n[:, None] - 1, 0))
-        recent_slots = self.slots_of(recent_index, slots)
-        recent = memory.take(_resize(x, max(slots, 1), 2), recent_slots[:, None])
+        recent = memory.take(_resize(x, max(slots, 1), 2), recent_index[:, None])
         x = _resize(x, self.capacity(slots), 2)
         codes, scale, lo = self.quantize(x)
         # All slots are quantized at once. The codes of later tokens must be 0: a flush adds its bits to the words.
         slot = jnp.arange(x.shape[2], dtype=jnp.int32)[None]
-        is_code = self._is_quantized(slot, num_quantized[:, None], slots)[:, None, :, None]
+        is_code = (slot < num_quantized[:, None])[:, None, :, None]
         is_group = is_code if self.axis == "token" else is_code[:, :, :: self.group]
         codes = jnp.where(is_code, codes, jnp.zeros((), codes.dtype))
         scale, lo = (jnp.where(is_group, a, jnp.zeros((), a.dtype)) for a in (scale, lo))
@@ -161,7 +148,7 @@ class Kivi(Codec):
 
     def append(self, stored: KiviState, x: Array, at: Array) -> KiviState:
         """Flushes the tokens that are due, then stores x [B K 0|1 H] exactly, in slot at i32[B 1]."""
-        at = self._next_index(at[:, 0], stored)
+        at = at[:, 0]
         is_due = at - stored.num_quantized >= self.num_recent
         # Once the residual is full a value leaves in every step, and a condition would only add a branch.
         if self.axis == "token":
@@ -176,20 +163,16 @@ class Kivi(Codec):
         if self.axis == "token":
             tokens, num_flushed = memory.take(tokens, (at % self.num_recent)[:, None, None]), 1
         codes, scale, lo = self.quantize(tokens)
-        first = self.slots_of(at, stored.slots)
         if self.packed == "channels":
-            words = memory.append(stored.codes, bit_packing.pack(codes, self.bits, 3), first[:, None], is_due)
+            words = memory.append(stored.codes, bit_packing.pack(codes, self.bits, 3), at[:, None], is_due)
         else:
             # The words of these tokens may hold older ones already, and have zeros in the new ones' places.
-            slot = first[:, None] + jnp.arange(codes.shape[2], dtype=jnp.int32)[None]
+            slot = at[:, None] + jnp.arange(codes.shape[2], dtype=jnp.int32)[None]
             shift = (slot % self.per * self.bits).astype(jnp.uint32)[:, None, :, None]
-            if self.is_ring(stored.slots):  # codes of tokens out of sight are in the places, and leave with this sum
-                older = memory.take(stored.codes.data, (slot // self.per)[:, None])
-                codes = codes - (older >> shift & jnp.uint32(2**self.bits - 1))
             word = jnp.where(is_due[:, None], slot // self.per, stored.codes.data.shape[2])
             words = dataclasses.replace(stored.codes, data=memory.add(stored.codes.data, codes << shift, word))
         # Groups begin anew with each flush: R is a multiple of the group, so none mixes tokens of two flushes.
-        first_group = (first // self.group if self.axis == "channel" else first)[:, None]
+        first_group = (at // self.group if self.axis == "channel" else at)[:, None]
         return KiviState(
             words,
             memory.append(stored.scale, scale, first_group, is_due),
@@ -202,16 +185,15 @@ class Kivi(Codec):
     def decode(self, stored: KiviState) -> Array:
         codes = bit_packing.unpack(memory.read_data(stored.codes), self.bits, self._word_axis)
         x = self.restore_groups(codes, memory.unpack(stored.scale), memory.unpack(stored.lo), bit_packing.dequantize)
-        slot = jnp.arange(stored.slots, dtype=jnp.int32)[None]
+        slot = jnp.arange(stored.slots, dtype=jnp.int32)
         # Both are made for all slots and one is chosen. Putting the few exact ones into their slots would be a scatter.
-        recent = self._repeat_recent(stored)
-        is_quantized = self._is_quantized(slot, stored.num_quantized[:, None], stored.slots)[:, None, :, None]
+        recent = jnp.take(stored.recent, slot % self.num_recent, axis=2)
+        is_quantized = (slot[None] < stored.num_quantized[:, None])[:, None, :, None]
         return jnp.where(is_quantized, _resize(x, stored.slots, 2), recent)
 
     def gather(self, stored: KiviState, idx: Array) -> Array:
-        num_quantized = stored.num_quantized[:, None, None]
-        recent = memory.take(stored.recent, self._index_of(idx, num_quantized, stored.slots) % self.num_recent)
-        is_quantized = self._is_quantized(idx, num_quantized, stored.slots)[..., None]
+        recent = memory.take(stored.recent, idx % self.num_recent)
+        is_quantized = (idx < stored.num_quantized[:, None, None])[..., None]
         return jnp.where(is_quantized, self.gather_codes(stored, idx), recent)
 
     def read_bytes(self, stored: KiviState, tokens: int | None = None) -> StepBytes:
@@ -244,12 +226,8 @@ class Kivi(Codec):
         else:
             s = blockwise.scores(q, self.capacity(S), *self._tiles(stored))
         recent = attention.scores(q.astype(jnp.float32), stored.recent.astype(jnp.float32))
-        if self.is_ring(S) and S % self.num_recent:
-            place = self._index_of(jnp.arange(S, dtype=jnp.int32)[None], stored.num_quantized[:, None], S)
-            recent = jnp.take_along_axis(recent, (place % self.num_recent)[:, None, None, None], 4)
-        else:
-            # Slot i is at i modulo P, so that repeating the few exact scores puts each where `where` looks for it.
-            recent = jnp.tile(recent, -(-S // self.num_recent))[..., :S]
+        # Slot i is at i modulo P, so that repeating the few exact scores puts each where `where` looks for it.
+        recent = jnp.tile(recent, -(-S // self.num_recent))[..., :S]
         return jnp.where(self.quantized_mask(stored), _resize(s, S, 4), recent)
 
     def mix(self, p: Array, stored: KiviState) -> Array:
@@ -259,7 +237,7 @@ class Kivi(Codec):
             out = products.mix(p_codes, self.packed_codes(stored), stored.recent.dtype, bits=self.bits)
         else:
             out = blockwise.mix(p_codes, stored.recent.shape[3], *self._tiles(stored))
-        slot = self.slots_of(self._recent_index(stored.num_quantized), stored.slots)
+        slot = self._recent_index(stored.num_quantized)
         p_recent = jnp.take_along_axis(p, jnp.minimum(slot, stored.slots - 1)[:, None, None, None], 4)
         p_recent = jnp.where((slot < stored.slots)[:, None, None, None], p_recent, 0.0)
         return out + attention.mix(p_recent, stored.recent.astype(jnp.float32))
@@ -324,44 +302,14 @@ class Kivi(Codec):
         return codes.swapaxes(3, 4).reshape(x.shape), scale[..., 0], lo[..., 0]
 
     def _recent_index(self, num_quantized: Array) -> Array:
-        """i32[B P]: the token, counted from 0, that each place of `recent` holds, or will hold."""
+        """i32[B P]: the slot whose token each place of `recent` holds, or will hold."""
         index = jnp.arange(self.num_recent, dtype=jnp.int32)[None]
         return num_quantized[:, None] + (index - num_quantized[:, None]) % self.num_recent
 
     def quantized_mask(self, stored: KiviState) -> Array:
         """bool[B 1 1 1 S]: the slots that are read as codes."""
         slot = jnp.arange(stored.slots, dtype=jnp.int32)[None]
-        return self._is_quantized(slot, stored.num_quantized[:, None], stored.slots)[:, None, None, None]
-
-    # Tokens are counted from 0, and slots hold them in this order. Only in a ring are the two different numbers.
-
-    def is_ring(self, slots: int) -> bool:
-        """Whether a cache of this many slots is a ring, in which tokens take the slots of older ones."""
-        return False
-
-    def _num_tokens(self, pos: Array) -> Array:
-        """i32[B]: the tokens of slots at positions i32[B 1 S]."""
-        return (pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
-
-    def _next_index(self, at: Array, stored: KiviState) -> Array:
-        """The number of the next token i32[B], which goes to slot at i32[B]."""
-        return at
-
-    def slots_of(self, index: Array, slots: int) -> Array:
-        """The slots of tokens i32[B ...]."""
-        return index
-
-    def _index_of(self, slot: Array, num_quantized: Array, slots: int) -> Array:
-        """The tokens in slots i32[B ...]."""
-        return slot
-
-    def _is_quantized(self, slot: Array, num_quantized: Array, slots: int) -> Array:
-        """bool[B ...]: whether the tokens in slots i32[B ...] are codes."""
-        return slot < num_quantized
-
-    def _repeat_recent(self, stored: KiviState) -> Array:
-        """[B K S H]: in each slot the exact token that would be there."""
-        return jnp.take(stored.recent, jnp.arange(stored.slots, dtype=jnp.int32) % self.num_recent, axis=2)
+        return (slot < stored.num_quantized[:, None])[:, None, None, None]
 
     def check_head_dim(self, H: int) -> None:
         """Raises KvjaxError for a head size that groups or words do not divide."""
@@ -372,61 +320,6 @@ class Kivi(Codec):
                 f"{self.bits}-bit codes on the host are packed {self.per} channels to a word, which does not "
                 f"divide the head size {H}; keep them on the device, or use more bits"
             )
-
-
-@dataclasses.dataclass(frozen=True)
-class KiviRing(Kivi):
-    """`Kivi` in a ring: token i is in slot i modulo the number of slots, which is a multiple of `ring_multiple`.
-
-    Words and groups then begin in the same slots in every round, so that a group consists of the tokens that it has
-    without a ring: the codes are the same. What becomes codes overwrites those of one round before. A prompt that the
-    ring does not hold whole comes in the order of the slots; of its tokens the codec then knows the number modulo the
-    slots, which is all that it asks for.
-
-    Args:
-      num_slots: of the ring. With fewer slots nothing is ever overwritten.
-    """
-
-    num_slots: int = 0
-
-    def num_committed(self, stored: KiviState, n: Array) -> Array:
-        if not self.is_ring(stored.slots):
-            return super().num_committed(stored, n)
-        committed = n - (n - stored.num_quantized) % stored.slots
-        if self.axis == "channel":
-            return committed
-        return jnp.where(stored.num_quantized > 0, committed + self.residual, 0)
-
-    def is_ring(self, slots: int) -> bool:
-        return slots == self.num_slots
-
-    def _num_tokens(self, pos: Array) -> Array:
-        return ring_order.count_tokens(pos, self.num_slots)
-
-    def _next_index(self, at: Array, stored: KiviState) -> Array:
-        if not self.is_ring(stored.slots):
-            return at
-        return ring_order.first_token(at, stored.num_quantized, stored.slots)
-
-    def slots_of(self, index: Array, slots: int) -> Array:
-        return index % slots if self.is_ring(slots) else index
-
-    def _index_of(self, slot: Array, num_quantized: Array, slots: int) -> Array:
-        if not self.is_ring(slots):
-            return slot
-        # The last token that may be exact is `num_recent` behind the first.
-        return ring_order.last_token(slot, num_quantized + self.num_recent, slots)
-
-    def _is_quantized(self, slot: Array, num_quantized: Array, slots: int) -> Array:
-        index = self._index_of(slot, num_quantized, slots)
-        return (index >= 0) & (index < num_quantized)
-
-    def _repeat_recent(self, stored: KiviState) -> Array:
-        if not self.is_ring(stored.slots) or stored.slots % self.num_recent == 0:
-            return super()._repeat_recent(stored)
-        slot = jnp.arange(stored.slots, dtype=jnp.int32)[None]
-        index = self._index_of(slot, stored.num_quantized[:, None], stored.slots)
-        return memory.take(stored.recent, (index % self.num_recent)[:, None])
 
 
 @pytree

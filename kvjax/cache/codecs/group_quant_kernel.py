@@ -35,18 +35,13 @@ def read(storage: KVStorage, state: LayerState, q: Array, q_pos: Array) -> Parti
     k_codes, v_codes = k.packed_codes(state.k), v.packed_codes(state.v)
     # Codes fill whole words and groups, so there may be more of them than slots, or fewer.
     S, num_codes = state.pos.shape[2], k_codes.words.shape[2] * k.per
-    pos, num_read = state.pos, num_quantized
-    if k.is_ring(S):  # its codes are before and behind the exact tokens
-        are_codes = k.quantized_mask(state.k) & v.quantized_mask(state.v)
-        pos, num_read = jnp.where(are_codes[:, 0, 0], pos, -1), jnp.full_like(num_quantized, S)
-    pos = jnp.pad(pos, [(0, 0), (0, 0), (0, max(num_codes - S, 0))], constant_values=-1)[:, :, :num_codes]
+    pos = jnp.pad(state.pos, [(0, 0), (0, 0), (0, max(num_codes - S, 0))], constant_values=-1)[:, :, :num_codes]
     interpret = jax.default_backend() != "gpu"
     body = packed_attention.attend(
-        q, k_codes, v_codes, pos, q_pos, num_read, bits=k.bits, window=rule.window, interpret=interpret
+        q, k_codes, v_codes, pos, q_pos, num_quantized, bits=k.bits, window=rule.window, interpret=interpret
     )
     # At most R + 1 tokens follow that are not codes in both, which is the size of the values' residual.
-    index = num_quantized[:, None, None] + jnp.arange(v.num_recent, dtype=jnp.int32)[None, None]
-    slot = k.slots_of(index, S)
+    slot = num_quantized[:, None, None] + jnp.arange(v.num_recent, dtype=jnp.int32)[None, None]
     idx = jnp.broadcast_to(jnp.minimum(slot, S - 1), (*q.shape[:2], v.num_recent))
     pos = jnp.where(slot < S, jnp.take_along_axis(state.pos, idx[:, : state.pos.shape[1]], 2), -1)
     newest = KVBlock(k.gather(state.k, idx), v.gather(state.v, idx), pos)

@@ -56,9 +56,8 @@ class LowRank(Codec):
     def supports_eviction(self) -> bool:
         return self.heads == 1  # heads that share coordinates cannot overwrite a slot one by one
 
-    @property
-    def ring_multiple(self) -> int:
-        return 1  # in a ring they overwrite it together
+    def in_window(self, by_token: Codec) -> Codec:
+        return self  # there they overwrite it together
 
     def at(self, spec: LayerSpec) -> Codec:
         """Returns the codec of one layer."""

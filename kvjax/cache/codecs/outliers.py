@@ -7,7 +7,6 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from kvjax.cache.codecs.chunk_quant import ChunkCodec, ChunkState
 from kvjax.cache.eviction.representatives import IntOrArray, fraction_of
 from kvjax.core import memory
 from kvjax.core.top_k import mask_to_slots, top_k_mask
@@ -45,11 +44,9 @@ class Outliers:
         """Finds the outliers of the real tokens, bool[B K n], of x [B K n H]: bool[B K n H], and x with means there."""
         ...
 
-    # `codec` stores all other numbers, in the state `codes`, and knows where tokens and chunks lie.
-
     @abstract
-    def init_state(self, x: Array, is_outlier: Array, codec: ChunkCodec) -> Any:
-        """Stores the outliers of a prompt x [B K S H], with room for those of later chunks."""
+    def init_state(self, x: Array, is_outlier: Array, every: int) -> Any:
+        """Stores the outliers of a prompt x [B K S H], with room for those of later chunks of `every` tokens."""
         ...
 
     @abstract
@@ -58,15 +55,15 @@ class Outliers:
         ...
 
     @abstract
-    def add(self, stored: Any, listed: tuple[Array, Array], codec: ChunkCodec, codes: ChunkState, is_due: Array) -> Any:
-        """Adds the listed outliers of a full chunk, whose tokens are no codes yet.
+    def add(self, stored: Any, listed: tuple[Array, Array], at: Array, chunk: Array, is_due: Array) -> Any:
+        """Adds the listed outliers of chunk i32[B 1] after the prompt, which begins in slot at i32[B 1].
 
-        Only sequences that are due, bool[B], have one; the others stay as they are.
+        Only sequences that are due, bool[B], have a full chunk; the others stay as they are.
         """
         ...
 
     @abstract
-    def insert(self, stored: Any, x: Array, idx: Array | None, codec: ChunkCodec, codes: ChunkState) -> Array:
+    def insert(self, stored: Any, x: Array, idx: Array | None) -> Array:
         """Inserts the outliers into restored tokens x [B K n H] of slots idx i32[B K n]; None for all, in order."""
         ...
 
@@ -97,33 +94,26 @@ class TokenOutliers(Outliers):
     def find(self, x: Array, real: Array) -> tuple[Array, Array]:
         return self._find_extremes(x, jnp.broadcast_to(real[..., None], x.shape))
 
-    def init_state(self, x: Array, is_outlier: Array, codec: ChunkCodec) -> TokenOutlierState | None:
+    def init_state(self, x: Array, is_outlier: Array, every: int) -> TokenOutlierState | None:
         if not self.num_outliers(x.shape[3]):
             return None
-        return TokenOutlierState(*map(codec.pack_tokens, self.list_outliers(x, is_outlier)))
+        return TokenOutlierState(*map(memory.pack, self.list_outliers(x, is_outlier)))
 
     def add(
-        self,
-        stored: TokenOutlierState | None,
-        listed: tuple[Array, Array],
-        codec: ChunkCodec,
-        codes: ChunkState,
-        is_due: Array,
+        self, stored: TokenOutlierState | None, listed: tuple[Array, Array], at: Array, chunk: Array, is_due: Array
     ) -> TokenOutlierState | None:
         if stored is None:
             return None
         channel, value = listed
         return TokenOutlierState(
-            codec.append_tokens(codes, stored.channel, channel, is_due),
-            codec.append_tokens(codes, stored.value, value, is_due),
+            memory.append(stored.channel, channel, at, is_due), memory.append(stored.value, value, at, is_due)
         )
 
-    def insert(
-        self, stored: TokenOutlierState | None, x: Array, idx: Array | None, codec: ChunkCodec, codes: ChunkState
-    ) -> Array:
+    def insert(self, stored: TokenOutlierState | None, x: Array, idx: Array | None) -> Array:
         if stored is None:
             return x
-        outlier_channel, value = (codec.read_tokens(codes, b, idx) for b in (stored.channel, stored.value))
+        buffers = stored.channel, stored.value
+        outlier_channel, value = (memory.unpack(b) if idx is None else memory.gather_tokens(b, idx) for b in buffers)
         outlier_channel = outlier_channel.astype(jnp.int32)
         channel = jnp.arange(x.shape[3], dtype=jnp.int32)[None, None, None]
         # One outlier after the other, as a token has few: a scatter of single numbers is slow on every backend, and so
@@ -158,46 +148,29 @@ class ChannelOutliers(Outliers):
         is_outlier, with_means = self._find_extremes(vectors, jnp.broadcast_to(real[:, :, None], vectors.shape))
         return is_outlier.swapaxes(2, 3), with_means.swapaxes(2, 3)
 
-    def init_state(self, x: Array, is_outlier: Array, codec: ChunkCodec) -> ChannelOutlierState | None:
+    def init_state(self, x: Array, is_outlier: Array, every: int) -> ChannelOutlierState | None:
         S = x.shape[2]
         if not self.num_outliers(S):
             return None
         slot, value = self.list_outliers(x, is_outlier)
-        num_later = codec.num_chunks(S) * self.num_outliers(codec.every)
-        padding = [(0, 0), (0, 0), (0, num_later), (0, 0)]
+        num_chunks = S // every if every else 0
+        padding = [(0, 0), (0, 0), (0, num_chunks * self.num_outliers(every)), (0, 0)]
         return ChannelOutlierState(jnp.pad(slot, padding, constant_values=-1), jnp.pad(value, padding), S)
 
     def add(
-        self,
-        stored: ChannelOutlierState | None,
-        listed: tuple[Array, Array],
-        codec: ChunkCodec,
-        codes: ChunkState,
-        is_due: Array,
+        self, stored: ChannelOutlierState | None, listed: tuple[Array, Array], at: Array, chunk: Array, is_due: Array
     ) -> ChannelOutlierState | None:
-        if stored is None:
-            return None
-        at, S = codec.next_chunk_slot(codes), stored.num_slots
-        old = stored.slot
-        if codec.is_ring(codes):  # the chunk takes the slots of older tokens, whose outliers must go with them
-            is_overwritten = (old - at[:, :, None, None]) % S < codec.every
-            old = jnp.where(is_due[:, None, None, None] & is_overwritten, -1, old)
+        if stored is None or not (num_added := listed[0].shape[2]):
+            return stored
         index, value = listed
-        num_added = index.shape[2]
-        if not num_added:
-            return dataclasses.replace(stored, slot=old)
         slot = jnp.where(index >= 0, index + at[:, :, None, None], -1)
-        if codec.is_ring(codes):
-            slot = jnp.where(slot >= S, slot - S, slot)
-        start = self.num_outliers(S) + codec.chunk_index(codes, at) * num_added
+        start = self.num_outliers(stored.num_slots) + chunk * num_added
         start = jnp.where(is_due[:, None], start, stored.slot.shape[2])  # `put` drops what lies outside
         return dataclasses.replace(
-            stored, slot=memory.put(old, slot, start), value=memory.put(stored.value, value, start)
+            stored, slot=memory.put(stored.slot, slot, start), value=memory.put(stored.value, value, start)
         )
 
-    def insert(
-        self, stored: ChannelOutlierState | None, x: Array, idx: Array | None, codec: ChunkCodec, codes: ChunkState
-    ) -> Array:
+    def insert(self, stored: ChannelOutlierState | None, x: Array, idx: Array | None) -> Array:
         if stored is None:
             return x
         B, K, N, H = stored.slot.shape

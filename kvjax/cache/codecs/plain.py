@@ -55,11 +55,6 @@ class CodecWrapper(Codec):
     is_head_specific = _delegate("is_head_specific")
     num_queries = _delegate("num_queries")
     num_quantized = _delegate("num_quantized")
-    ring_multiple = _delegate("ring_multiple")
-    ring_room = _delegate("ring_room")
-
-    def in_ring(self, num_slots: int) -> Codec:
-        return dataclasses.replace(self, inner=self.inner.in_ring(num_slots))
 
     def on_device(self) -> Codec:
         return dataclasses.replace(self, inner=self.inner.on_device())
@@ -112,6 +107,9 @@ class Host(CodecWrapper):
     def in_pages(self, page: int) -> Codec | None:
         inner = self.inner.in_pages(page)
         return None if inner is None else dataclasses.replace(self, inner=inner)
+
+    def in_window(self, by_token: Codec) -> Codec:
+        return dataclasses.replace(self, inner=self.inner.in_window(by_token))
 
     def on_device(self) -> Codec:
         return self.inner.on_device()
