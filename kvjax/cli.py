@@ -37,6 +37,7 @@ DTYPE: Any = {
 GENERATE_OPTIONS = (
     "max_new_tokens",
     "stop",
+    "skip_special_tokens",
     "temperature",
     "top_k",
     "top_p",
@@ -162,6 +163,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     generate.add_argument("--max-new-tokens", type=_integer, default=64)
     generate.add_argument("--stop", action="append", default=[], help="a text before which the answer ends; repeatable")
+    generate.add_argument(
+        "--skip-special-tokens",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="leave special tokens out of the texts (default), or show them",
+    )
     generate.add_argument("--temperature", type=float, default=0.0, help="0 (default) is greedy")
     generate.add_argument("--top-k", type=_integer)
     generate.add_argument("--top-p", type=float)
@@ -393,7 +400,7 @@ def _generate(args: argparse.Namespace) -> None:
             raise KvjaxError(f"{option} is part of what --{whole} asks for; add --{whole}, or leave {option} out")
     template = _template_options(args)
     prompts = args.prompt or [
-        sys.stdin.buffer.read().decode() if name == "-" else read_text_file(Path(name), "--prompt-file")
+        sys.stdin.buffer.read().decode("utf-8-sig") if name == "-" else read_text_file(Path(name), "--prompt-file")
         for name in args.prompt_file
     ]
     model = kvjax.load(

@@ -26,7 +26,10 @@ class GenerateOptions(TypedDict, total=False):
     Attributes:
       max_new_tokens: the most tokens to generate per sequence, 64 by default.
       eos_ids: ids that end a sequence; by default the checkpoint's.
-      stop: strings before which a text ends; its tokens end with the token that completes the string.
+      stop: strings before which a text ends; its tokens end with the token that completes the string. A string may have
+        special tokens in it, such as "<|im_end|>", whether or not they are left out of the text.
+      skip_special_tokens: true, the default, leaves special tokens out of the texts; false shows them, as the marks of
+        tool calls. The end-of-sequence id that ended an answer is in its tokens and never in its text, as in vLLM.
       sampling: settings of the sampler, greedy by default; or give its fields by name, temperature to seed.
       temperature: 0 is greedy; above, tokens are drawn from the softmax of logits / temperature.
       top_k: draws among the k likeliest tokens.
@@ -47,6 +50,7 @@ class GenerateOptions(TypedDict, total=False):
     max_new_tokens: int
     eos_ids: Sequence[int] | int | None
     stop: Stop
+    skip_special_tokens: bool
     sampling: SamplingParams | None
     temperature: float | None
     top_k: int | None
@@ -70,6 +74,7 @@ class DecodeOptions:
     stop: tuple[str, ...]
     num_top: int | None  # likeliest tokens with a log-probability in each step; None for no log-probabilities
     loop: str
+    skip_special_tokens: bool
 
 
 def resolve_options(model: Model, options: GenerateOptions, *, knows_tokens: bool = True) -> DecodeOptions:
@@ -87,7 +92,7 @@ def resolve_options(model: Model, options: GenerateOptions, *, knows_tokens: boo
     if logprobs is not None and logprobs is not False:
         most = model.config.vocab_size
         num_top = 0 if logprobs is True else arguments.integer("logprobs", logprobs, 0, most, "; true is 0 of them")
-    loop = options.get("loop")
+    loop, skip_special_tokens = options.get("loop"), options.get("skip_special_tokens", True)
     if loop is None:
         loop = "layers" if max_new_tokens < WHILE_LOOP_MIN_TOKENS and jax.default_backend() == "cpu" else "while"
     problem = None
@@ -101,6 +106,8 @@ def resolve_options(model: Model, options: GenerateOptions, *, knows_tokens: boo
         problem = (
             f"stop takes texts of at least one character, got {wrong[0]!r}; () is none, and to end at ids, use eos_ids"
         )
+    elif not isinstance(skip_special_tokens, bool):
+        problem = f"skip_special_tokens is True or False, got {skip_special_tokens!r:.60}; False shows special tokens"
     elif loop not in LOOPS or (loop == "scan" and stop):
         problem = (
             f"loop must be {', '.join(map(repr, LOOPS[:-1]))} or {LOOPS[-1]!r}, got {loop!r}; with 'scan', which runs "
@@ -110,7 +117,7 @@ def resolve_options(model: Model, options: GenerateOptions, *, knows_tokens: boo
         raise KvjaxError(problem)
     if stop:
         model.text_tokenizer()  # raises for a model without one
-    return DecodeOptions(max_new_tokens, sampling, eos, stop, num_top, loop)
+    return DecodeOptions(max_new_tokens, sampling, eos, stop, num_top, loop, skip_special_tokens)
 
 
 def check_streamed(options: GenerateOptions) -> None:

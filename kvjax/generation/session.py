@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,13 +21,14 @@ from kvjax.core.types import Array
 from kvjax.engine.decode import num_draft_tokens
 from kvjax.engine.forward import Target
 from kvjax.engine.sampling import Sampler
-from kvjax.generation import decode_loop, stopping, user_warnings
+from kvjax.generation import decode_loop, user_warnings
 from kvjax.generation.compile_options import jit_loop, options_for, target_for
 from kvjax.generation.decode_loop import DecodeState
 from kvjax.generation.finite import nonfinite_error
 from kvjax.generation.inputs import place
 from kvjax.generation.options import DecodeOptions
 from kvjax.generation.result import Result, logprob_fields
+from kvjax.generation.stopping import STOP_CHECK_INTERVAL, AnswerText
 from kvjax.generation.timing import Timer
 from kvjax.models.model import Model
 from kvjax.processes import require_agreement
@@ -44,6 +46,7 @@ class DecodeSession:
     weights: str = ""  # fingerprint of the model that filled the cache
     stop: tuple[str, ...] = ()  # strings at which the text of a sequence ends
     loop: str = "while"
+    skip_special_tokens: bool = True  # whether special tokens are left out of the texts
     decode_seconds: float = 0.0
     prompt_ids: Sequence[Sequence[int]] | None = None  # where they are known; for the message of an error
 
@@ -59,7 +62,7 @@ class DecodeSession:
             return self.result()
         self._end_at_stop()
         while not self._is_done(limit):
-            self.advance(min(limit, int(to_numpy(self.state.i)) + stopping.STOP_CHECK_INTERVAL))
+            self.advance(min(limit, int(to_numpy(self.state.i)) + STOP_CHECK_INTERVAL))
             self._end_at_stop()
         return self.result()
 
@@ -150,12 +153,12 @@ class DecodeSession:
 
     def result(self) -> Result:
         """Returns the tokens so far, their text, and their costs."""
-        tokenizer, tokens = self.model.tokenizer, self._token_lists()
-        if self.stop and tokenizer is not None:
-            tokens = [stopping.shortest_stopped(tokenizer, row, self.stop) for row in tokens]
-        text = None
-        if tokenizer is not None:
-            text = [stopping.truncate_at_stop(self._decode_text(row), self.stop) for row in tokens]
+        self._end_at_stop()
+        tokens, text = self._token_lists(), None
+        if self.model.tokenizer is not None:
+            if self.stop:
+                tokens = [self._answer_text.shorten(row) for row in tokens]
+            text = [self._answer_text.text(row) for row in tokens]
         return Result(
             tokens=tokens,
             text=text,
@@ -184,7 +187,7 @@ class DecodeSession:
         """Yields the text of one sequence as it becomes final; the deltas add up to its text in `result`."""
         streamed = ""
         for _ in self.columns():
-            text = stopping.final_prefix(self._decode_text(self._token_lists()[0]), self.stop)
+            text = self._answer_text.final_text(self._token_lists()[0])
             if len(text) > len(streamed):
                 yield text[len(streamed) :]
                 streamed = text
@@ -193,14 +196,15 @@ class DecodeSession:
     def _token_lists(self) -> list[list[int]]:
         return [row[row >= 0].tolist() for row in to_numpy(self.state.out)]
 
-    def _decode_text(self, tokens: list[int]) -> str:
-        """Decodes a sequence's tokens, without the id that ended it."""
-        return stopping.decode_answer(self.model.text_tokenizer(), tokens, to_numpy(self.state.eos))
+    @functools.cached_property
+    def _answer_text(self) -> AnswerText:
+        eos_ids = to_numpy(self.state.eos).tolist()
+        return AnswerText(self.model.text_tokenizer(), eos_ids, self.stop, self.skip_special_tokens)
 
     def _end_at_stop(self) -> None:
         """Ends the sequences whose text contains a stop string."""
         if self.stop:
-            ended = [stopping.contains_stop(self._decode_text(row), self.stop) for row in self._token_lists()]
+            ended = [self._answer_text.is_stopped(row) for row in self._token_lists()]
             self.state = dataclasses.replace(self.state, done=self.state.done | np.array(ended))
 
 
@@ -257,7 +261,16 @@ def start_decoding(
         cache, weights = dataclasses.replace(cache, weights=""), cache.weights
         state = jax.block_until_ready(dataclasses.replace(state, cache=cache))
     session = DecodeSession(
-        model, state, sampler, timer, prefill_seconds, weights, options.stop, options.loop, prompt_ids=prompt_ids
+        model,
+        state,
+        sampler,
+        timer,
+        prefill_seconds,
+        weights,
+        options.stop,
+        options.loop,
+        options.skip_special_tokens,
+        prompt_ids=prompt_ids,
     )
     session.check_finite()
     if num_draft_tokens(cache.plan) and num_new > 1:

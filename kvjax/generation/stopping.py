@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -28,10 +31,69 @@ def parse_eos_ids(model: Model, eos_ids: Sequence[int] | int | None) -> Array:
     return jnp.asarray(ids, jnp.int32)
 
 
-def decode_answer(tokenizer: Tokenizer, tokens: Sequence[int], eos_ids: Sequence[int] | np.ndarray) -> str:
-    """Decodes the tokens of an answer, as they follow the prompt, without the id that ended it."""
-    has_eos = len(tokens) > 0 and tokens[-1] in eos_ids
-    return tokenizer.decode_continuation(tokens[:-1] if has_eos else tokens)
+@dataclasses.dataclass(frozen=True)
+class AnswerText:
+    """How the tokens of an answer, which follow a prompt, become its text.
+
+    Stop strings are looked for in the text that is shown. Those that spell a special token, such as a model's end of
+    turn, are also looked for in the text with all special tokens: those that are not shown, and the id that ended the
+    answer.
+    """
+
+    tokenizer: Tokenizer
+    eos_ids: Sequence[int]
+    stop: Sequence[str] = ()
+    skip_special_tokens: bool = True
+
+    def shown(self, tokens: Sequence[int]) -> str:
+        """Decodes tokens, without the id that ended them; stop strings are not looked for."""
+        has_eos = len(tokens) > 0 and tokens[-1] in self.eos_ids
+        return self.tokenizer.decode_continuation(tokens[:-1] if has_eos else tokens, self.skip_special_tokens)
+
+    def is_stopped(self, tokens: Sequence[int]) -> bool:
+        """Whether the tokens contain a stop string."""
+        if contains_stop(self.shown(tokens), self.stop):
+            return True
+        return bool(self._special_stop) and contains_stop(self._written(tokens), self._special_stop)
+
+    def shorten(self, tokens: Sequence[int]) -> list[int]:
+        """Returns the fewest first tokens that contain a stop string, all of them where there is none."""
+        # Containing a stop string is monotone in the number of tokens, so that a binary search decodes few prefixes.
+        # It ends at `len(tokens)` where no prefix contains one.
+        num_tokens = bisect.bisect_left(range(len(tokens)), True, key=lambda n: self.is_stopped(tokens[:n]))
+        return list(tokens[:num_tokens])
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Returns the text up to the first stop string, all of it where there is none."""
+        return self._cut(tokens, truncate_at_stop)
+
+    def final_text(self, tokens: Sequence[int]) -> str:
+        """Returns the part of the text that stays whatever tokens follow."""
+        return self._cut(tokens, final_prefix)
+
+    def _cut(self, tokens: Sequence[int], cut: Callable[[str, Sequence[str]], str]) -> str:
+        """Applies `cut` to the shown text and to the one with all special tokens: what both leave of the shown one."""
+        text = cut(self.shown(tokens), self.stop)
+        if not self._special_stop:
+            return text
+        written = self._written(tokens)
+        before = cut(written, self._special_stop)
+        if self.skip_special_tokens and before != written:
+            # Special tokens before the cut are in `before` and are not shown. The tokens that lie before it as a whole
+            # are decoded without them; what is left are characters of the next token.
+            whole = next(n for n in range(len(tokens), -1, -1) if before.startswith(self._written(tokens[:n])))
+            rest = before[len(self._written(tokens[:whole])) :]
+            before = self.tokenizer.decode_continuation(tokens[:whole]) + rest
+        return text if before == written else os.path.commonprefix([text, before])
+
+    def _written(self, tokens: Sequence[int]) -> str:
+        return self.tokenizer.decode_continuation(tokens, skip_special_tokens=False)
+
+    @functools.cached_property
+    def _special_stop(self) -> list[str]:
+        """The stop strings that spell a special token; others do not match within one, such as ">" in "<|im_end|>"."""
+        added = self.tokenizer.inner.get_added_tokens_decoder().values() if self.stop else ()
+        return [s for s in self.stop if any(token.special and token.content in s for token in added)]
 
 
 def contains_stop(text: str, stop: Sequence[str]) -> bool:
@@ -42,16 +104,6 @@ def contains_stop(text: str, stop: Sequence[str]) -> bool:
 def truncate_at_stop(text: str, stop: Sequence[str]) -> str:
     """Returns a text up to the first stop string, all of it where none appears."""
     return text[: min((text.find(s) for s in stop if s in text), default=len(text))]
-
-
-def shortest_stopped(tokenizer: Tokenizer, tokens: Sequence[int], stop: Sequence[str]) -> list[int]:
-    """Returns the fewest first tokens whose text contains a stop string, all of them where none appears."""
-    # Containing a stop string is monotone in the number of tokens, so that a binary search decodes few prefixes.
-    # It ends at `len(tokens)` where no prefix contains one.
-    num_tokens = bisect.bisect_left(
-        range(len(tokens)), True, key=lambda n: contains_stop(tokenizer.decode_continuation(tokens[:n]), stop)
-    )
-    return list(tokens[:num_tokens])
 
 
 def final_prefix(text: str, stop: Sequence[str]) -> str:

@@ -23,13 +23,13 @@ from kvjax.engine import decode
 from kvjax.engine.forward import Target
 from kvjax.engine.plan import bind
 from kvjax.errors import IncompatibleMethod, KvjaxError
-from kvjax.generation import stopping
 from kvjax.generation.compile_options import jit_with
 from kvjax.generation.finite import nonfinite_error
 from kvjax.generation.inputs import Prompts, token_ids
 from kvjax.generation.model_calls import capacity_for, run_prompts
 from kvjax.generation.options import DecodeOptions, GenerateOptions, resolve_options
 from kvjax.generation.result import Result, logprob_fields
+from kvjax.generation.stopping import AnswerText
 from kvjax.generation.timing import Timer
 from kvjax.models.model import Model
 from kvjax.registry.strings import method_of, name_of
@@ -153,7 +153,7 @@ def speculate(
         for row in np.flatnonzero(~to_numpy(state.is_finite[side]))[:1]:
             tokens = [*side_ids[row], *(t for t in to_numpy(state.out)[row].tolist() if t >= 0)]
             raise nonfinite_error(side_model, f"of the {role} in sequence {row}", tokens)
-    return _to_result(model, state, prefill_seconds, timer)
+    return _to_result(model, state, resolved, prefill_seconds, timer)
 
 
 def _resolve_options(model: Model, options: GenerateOptions) -> DecodeOptions:
@@ -191,11 +191,17 @@ def _prefill_rewindable(
     return last, cache
 
 
-def _to_result(model: Model, state: SpeculationState, prefill_seconds: float, timer: Timer) -> Speculation:
-    tokens, tokenizer, eos_ids = [row[row >= 0].tolist() for row in to_numpy(state.out)], model.tokenizer, state.eos
+def _to_result(
+    model: Model, state: SpeculationState, options: DecodeOptions, prefill_seconds: float, timer: Timer
+) -> Speculation:
+    tokens, text = [row[row >= 0].tolist() for row in to_numpy(state.out)], None
+    if model.tokenizer is not None:
+        eos_ids = to_numpy(state.eos).tolist()
+        answer = AnswerText(model.tokenizer, eos_ids, skip_special_tokens=options.skip_special_tokens)
+        text = [answer.text(row) for row in tokens]
     return Speculation(
         tokens=tokens,
-        text=None if tokenizer is None else [stopping.decode_answer(tokenizer, t, to_numpy(eos_ids)) for t in tokens],
+        text=text,
         finish_reasons=["stop" if ended else "length" for ended in to_numpy(state.ended)],
         bytes=state_bytes(state.verifier),
         prefill_seconds=prefill_seconds,
