@@ -218,7 +218,7 @@ def split_documents(model: Model, text: str, tokens: int, context: int) -> Seque
     )
     arguments.integer("tokens", tokens, context, remedy="; give at least one context")
     own = context - len(opening)  # tokens of the text in a document
-    ids, num_documents = tokenizer.encode(text, special_tokens=False), tokens // context
+    ids, num_documents = tokenizer.encode_prompt(text)[len(opening) :], tokens // context
     if len(ids) + num_documents * len(opening) < tokens:
         raise KvjaxError(f"the text has {len(ids)} tokens, and {tokens} were asked for; give a longer one")
     return [opening + ids[i * own : (i + 1) * own] for i in range(num_documents)]

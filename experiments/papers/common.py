@@ -95,8 +95,8 @@ def windows(args: argparse.Namespace, model: Model, length: int) -> np.ndarray:
             text = held_out[held_out < 256].astype(np.uint8).tobytes().decode(errors="replace")
         else:
             text = data_files.read_text(args.text)
-        ids = np.array(model.tokenizer.encode(text, special_tokens=False))
         opening = model.tokenizer.opening_ids
+        ids = np.array(model.tokenizer.encode_prompt(text)[len(opening) :])
     body = length - len(opening)
     whole = len(ids) // body
     if not whole:

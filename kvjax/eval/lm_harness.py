@@ -130,9 +130,8 @@ class KvjaxLM(TemplateLM):
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Encodes a text; by default with the tokenizer's first special tokens, unless the text spells them."""
-        plain = self.model.text_tokenizer().encode(string, special_tokens=False)
-        if add_special_tokens is False or (plain and plain[0] == self.model.config.bos_id):
-            return plain
+        if add_special_tokens is False:
+            return self.model.text_tokenizer().encode(string, special_tokens=False)
         return self.model.text_tokenizer().encode_prompt(string)
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
@@ -239,7 +238,7 @@ class KvjaxLM(TemplateLM):
 
     def _parse_options(self, options: dict) -> tuple[list[str], int, dict[str, Any]]:
         """(stop strings, most tokens, sampling) of a request's generation arguments."""
-        known = ("until", "do_sample", *MAX_TOKENS_NAMES, *SAMPLING, *PENALTIES)
+        known = ("until", "do_sample", *MAX_TOKENS_NAMES, *SAMPLING, *PENALTIES, "skip_special_tokens")
         options = {
             name: value for name, value in options.items() if value is not None and value not in NEUTRAL.get(name, ())
         }
@@ -254,7 +253,7 @@ class KvjaxLM(TemplateLM):
         sampling |= {name: options[name] for name in SAMPLING if name in options}
         if options.get("do_sample") is False or not sampling["temperature"]:
             sampling = {}  # greedy, whatever the filters are
-        sampling |= {name: options[name] for name in PENALTIES if name in options}
+        sampling |= {name: options[name] for name in (*PENALTIES, "skip_special_tokens") if name in options}
         stops = [stop for stop in ([until] if isinstance(until, str) else until) if stop]
         return stops, next(limits, self.max_gen_toks), sampling
 

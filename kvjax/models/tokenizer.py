@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -102,8 +103,8 @@ class Tokenizer:
     def encode_prompt(self, text: str, *, parse_special: bool = True) -> list[int]:
         """Encodes a text that begins a sequence and that a model is to continue.
 
-        The tokens that the post-processor puts before a text, as bos, are added, and the tokens that it puts after one,
-        as eos, are not.
+        The tokens that the post-processor puts before a text, as bos, are added, unless the text spells them itself, as
+        those of chat templates do. The tokens that it puts after one, as eos, are not.
 
         Args:
           text: any text.
@@ -124,6 +125,9 @@ class Tokenizer:
         if not num_tokens and added:  # a text without tokens, whose opening and closing ones stand side by side
             num_tokens = len(self.opening_ids)
         encoding.truncate(num_tokens)
+        num_opening = next((i for i, is_added in enumerate(encoding.special_tokens_mask) if not is_added), 0)
+        if num_opening and encoding.ids[num_opening] == encoding.ids[0]:
+            encoding.truncate(num_tokens - num_opening, direction="left")
         return encoding
 
     def _encode(self, text: str, special_tokens: bool, parse_special: bool = True) -> tokenizers.Encoding:
@@ -135,14 +139,18 @@ class Tokenizer:
         with _convert_errors(
             f"{self.file} fails to encode a text of {len(text):,} characters", "give token ids instead of it"
         ):
-            if parse_special:
-                return self.inner.encode(text, add_special_tokens=special_tokens)
-            # The option belongs to the tokenizer that the whole process shares, so it is put back.
-            before, self.inner.encode_special_tokens = self.inner.encode_special_tokens, True
-            try:
-                return self.inner.encode(text, add_special_tokens=special_tokens)
-            finally:
-                self.inner.encode_special_tokens = before
+            inner = self.inner if parse_special else self._plain
+            return inner.encode(text, add_special_tokens=special_tokens)
+
+    @functools.cached_property
+    def _plain(self) -> tokenizers.Tokenizer:
+        """The tokenizer to which a special token that a text spells is plain text.
+
+        It is a copy, since the option belongs to a tokenizer and not to a call, and other threads use the first one.
+        """
+        plain = copy.deepcopy(self.inner)
+        plain.encode_special_tokens = True
+        return plain
 
     def encode_continuation(self, text: str, *, parse_special: bool = True) -> list[int]:
         """Encodes a text that follows other tokens: no special tokens are added, and no space before its first word.

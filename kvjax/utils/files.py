@@ -17,9 +17,12 @@ from kvjax.errors import KvjaxError
 
 
 def read_text_file(path: Path | Traversable, name: str) -> str:
-    """Reads a UTF-8 file; raises KvjaxError with `name`, the option or argument that gave the path, if that fails."""
+    """Reads a UTF-8 file as it is, but for a byte order mark at its beginning, which belongs to the file.
+
+    Raises KvjaxError with `name`, the option or argument that gave the path, if that fails.
+    """
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as e:
         raise KvjaxError(f"cannot read {name} {path} ({e}); give a UTF-8 text file") from e
 

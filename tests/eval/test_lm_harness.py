@@ -17,6 +17,7 @@ from kvjax.models.tokenizer import Tokenizer
 from kvjax.registry.strings import parse
 from kvjax.testbed import vocab
 from kvjax.testing import toy_model
+from tests.helpers.scripted_model import scripted_model
 from tests.helpers.tokenizer_files import sentencepiece
 
 with warnings.catch_warnings():  # foreign packages
@@ -155,6 +156,20 @@ def test_generate_until_stops_where_it_must(method):
         make_requests("generate_until", (CONTEXT, {"until": "no such"})), disable_tqdm=True
     )
     assert generated == texts[0]
+
+
+def test_until_and_texts_may_have_special_tokens():
+    lm = KvjaxLM(scripted_model("ab <|call|>c<|im_end|>defg"), max_gen_toks=9)
+    for options, text in (
+        ({"until": ["</s>", "<|im_end|>"]}, "ab c"),
+        ({"until": "<|call|>c"}, "ab "),
+        ({"until": ["f"], "skip_special_tokens": True}, "ab cde"),
+        ({"until": ["f"], "skip_special_tokens": False}, "ab <|call|>c<|im_end|>de"),
+        ({"until": ["<|im_end|>d"], "skip_special_tokens": False}, "ab <|call|>c"),
+    ):
+        (generated,) = lm.generate_until(make_requests("generate_until", ("x!", options)), disable_tqdm=True)
+        assert generated == text
+    assert lm.tok_encode("<s>x!") == lm.tok_encode("x!") == lm.tok_encode("<s>x!", add_special_tokens=False)
 
 
 def test_sampling_and_ends():

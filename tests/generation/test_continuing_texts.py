@@ -18,6 +18,7 @@ from kvjax.eval.tasks.encoding import context_ids, encode_prompt, prompt_ids
 from kvjax.explore.exploration import explore
 from kvjax.explore.explorer_page import page_data
 from kvjax.generation.inputs import are_empty, token_ids
+from kvjax.models.chat_template import ChatTemplate
 from kvjax.testing import toy_model
 from tests.helpers.tokenizer_files import byte_level, sentencepiece
 
@@ -217,3 +218,66 @@ def test_the_explorer_shows_an_answer_with_its_space():
     data = page_data(exploration, m.tokenizer, "text")
     assert data["tokens"][-2:] == [" is", " is"] and data["likeliest"] == [" is", " is"]
     assert [method["own"] for method in data["methods"]] == [[" is is", ""]] * 2
+
+
+SPELLED = f"<s>{PROMPT}"
+
+
+@pytest.mark.parametrize("make", [sentencepiece, byte_level])
+@pytest.mark.parametrize("template", ["<s> $A", "<s> $A </s>", "$A </s>", "<s> </s> $A"])
+def test_a_text_that_spells_its_beginning_gets_no_second_one(make, template):
+    m = model(make, template)
+    tokenizer, text = m.tokenizer, template.partition("$A")[0].replace(" ", "") + PROMPT
+    plain = tokenizer.encode(text, special_tokens=False)
+    assert plain[: len(tokenizer.opening_ids)] == tokenizer.opening_ids
+    assert tokenizer.encode_prompt(text) == plain == token_ids(m, text, begins=True)[0]
+    encoding = tokenizer.prompt_encoding(text)
+    assert "".join(text[a:b] for a, b in dict.fromkeys(encoding.offsets)).replace(" ", "") == text.replace(" ", "")
+    assert encode_prompt(m, text).ids.tolist() == plain and encode_prompt(m, text).starts[0] == 0
+    # As plain text it is no beginning, and gets one.
+    letters = tokenizer.encode_prompt(text, parse_special=False)
+    assert letters[: len(tokenizer.opening_ids)] == tokenizer.opening_ids
+    assert not set(letters[len(tokenizer.opening_ids) :]) & {tokenizer.token_id(x) for x in ("<s>", "</s>")}
+    assert context_ids(tokenizer, text).tolist() == letters
+
+
+def test_a_text_may_be_its_beginning_alone_or_have_it_twice():
+    tokenizer = model().tokenizer
+    assert tokenizer.encode_prompt("<s>") == [BOS] == tokenizer.encode_prompt("")
+    assert tokenizer.encode_prompt(f"<s>{SPELLED}") == tokenizer.encode(f"<s>{SPELLED}", special_tokens=False)
+    assert tokenizer.encode_prompt(f"</s>{PROMPT}")[:2] == [BOS, tokenizer.token_id("</s>")]
+
+
+def test_every_call_that_begins_a_sequence_reads_a_spelled_beginning_once():
+    m = model()
+    (right,) = token_ids(m, SPELLED, begins=True)
+    assert right.count(BOS) == 1
+    options = {"max_new_tokens": 3, "eos_ids": ()}
+    tokens = kvjax.generate(m, [right], "full", **options).tokens
+    _, filled = kvjax.prefill(m, PROMPT, "full", capacity=64)
+    empty = kvjax.cache_ops.crop(filled, 0)
+    assert kvjax.generate(m, SPELLED, "full", **options).tokens == tokens
+    assert kvjax.generate(m, SPELLED, cache=empty, **options).tokens == tokens
+    assert kvjax.extend(m, SPELLED, empty)[0].shape[1] == len(right) == kvjax.logits(m, SPELLED).shape[1]
+    assert kvjax.prefill(m, SPELLED, "full", capacity=64)[1].length.tolist() == [len(right)]
+    assert [t for (t,) in kvjax.stream(m, SPELLED, "full", **options)] == tokens[0]
+    assert speculative.speculate(m, SPELLED, "int8", **options).tokens == tokens
+    assert lengths(kvjax.read(m, SPELLED, "full")) == lengths(context().crop(0).feed(SPELLED)) == [len(right)]
+    assert context().crop(0).ask(SPELLED, **options).tokens == tokens
+    assert lengths(context().extend_prefix([SPELLED], of=[-1])) == [len(right)]
+    np.testing.assert_allclose(
+        kvjax.score(m, SPELLED, MORE, "full")[0], kvjax.score(m, [right], MORE, "full")[0], atol=1e-5
+    )
+    assert kvjax.reuse.read_exactly(m, [SPELLED]).ids == [right]
+    documents = split_documents(m, SPELLED + PROMPT, 8, 4)
+    assert all(x[0] == BOS and BOS not in x[1:] for x in documents)
+
+
+def test_a_conversation_is_read_alike_as_text_and_as_ids():
+    m = dataclasses.replace(
+        model(), chat_template=ChatTemplate("{{ bos_token }}{{ messages[0].content }}", (("bos_token", "<s>"),))
+    )
+    messages = [[{"role": "user", "content": text}] for text in ("the capital", " of", "<s>is")]
+    by_text, by_ids = (kvjax.read(m, x(messages), "full") for x in (m.chat_texts, m.chat_ids))
+    assert by_text.ids == by_ids.ids and [row[0] for row in by_ids.ids] == [BOS] * 3
+    np.testing.assert_array_equal(by_text.last, by_ids.last)

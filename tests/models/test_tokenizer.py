@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -134,3 +137,47 @@ def test_what_ends_the_process_passes(error):
 
     with pytest.raises(error):
         Tokenizer(Stops()).encode("z")
+
+
+class Interrupted:
+    """A tokenizer that calls `meanwhile` in the middle of every encoding."""
+
+    def __init__(self, inner, meanwhile):
+        vars(self).update(inner=inner, meanwhile=meanwhile)
+
+    def __getattr__(self, name):
+        return getattr(vars(self)["inner"], name)
+
+    def __setattr__(self, name, value):
+        setattr(self.inner, name, value)
+
+    def __deepcopy__(self, memo):
+        return Interrupted(copy.deepcopy(self.inner, memo), self.meanwhile)
+
+    def encode(self, text, **options):
+        self.meanwhile()
+        return self.inner.encode(text, **options)
+
+
+@pytest.mark.parametrize("name", ["encode_prompt", "encode_continuation", "prompt_encoding"])
+def test_plain_texts_of_one_thread_leave_special_tokens_of_others_alone(name):
+    others, text = [], "a<s>b"
+    tokenizer = Tokenizer(byte_level())
+    special, own = tokenizer.encode(text), threading.get_ident()
+    assert special == [64, 256, 65]
+    with ThreadPoolExecutor(1) as pool:
+
+        def meanwhile():
+            if threading.get_ident() == own:
+                others.append(pool.submit(tokenizer.encode_prompt, text).result())
+
+        tokenizer.inner = Interrupted(tokenizer.inner, meanwhile)
+        plain = getattr(tokenizer, name)(text, parse_special=False)
+    assert len(getattr(plain, "ids", plain)) == 5 and others and others == [special] * len(others)
+
+
+def test_many_threads_read_texts_in_both_ways():
+    tokenizer = Tokenizer(byte_level())
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda plain: tokenizer.encode_prompt("a<s>b", parse_special=not plain), [0, 1] * 200))
+    assert found == [[64, 256, 65], [64, 27, 82, 29, 65]] * 200

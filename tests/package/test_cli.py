@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -31,6 +32,22 @@ def test_generate_prints_text_and_json(tmp_path, capsys):
     result = json.loads(capsys.readouterr().out)
     assert result["method"] == "kcache:n=16" and result["text"][0] in output.out
     assert set(result["bytes"]["held"]) == {"device", "pinned_host"} and len(result["tokens"][0]) <= 8
+
+
+@pytest.mark.parametrize("text", ["def main():\n    import ", "def main():\r\n    import ", "import \ufeffos"])
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+def test_a_prompt_is_its_file_without_the_byte_order_mark(text, mark, tmp_path, monkeypatch, capsys):
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_bytes((mark + text).encode())
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO((mark + text).encode())))
+    args = ["generate", "--max-new-tokens", "4", "--json"]
+    found = []
+    for source in (["--prompt", text], ["--prompt-file", str(prompt)], ["--prompt-file", "-"]):
+        with monkeypatch.context() as patch:
+            patch.setattr(kvjax, "generate", lambda model, prompts, *args, **options: found.append(prompts))
+            with pytest.raises(AttributeError):  # what stands in for `generate` has no result
+                cli.main([*args, *source])
+    assert found == [[text]] * 3
 
 
 def test_methods_lists_every_method_with_source_and_defaults(capsys):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvjax.errors import KvjaxError, escape_unprintable
-from kvjax.utils.files import Busy, lock, parse_json_object, replace_atomically, write_text
+from kvjax.utils.files import Busy, lock, parse_json_object, read_text_file, replace_atomically, write_text
 
 
 @pytest.mark.parametrize("content", ["[" * 100_000 + "]" * 100_000, "{", b"\xff{}", "1" * 5000, "[1]"])
@@ -83,3 +83,24 @@ def test_a_text_goes_through_links_and_pipes(tmp_path):
     write_text(tmp_path / "link", "after")
     assert (tmp_path / "link").is_symlink() and (tmp_path / "target").read_text() == "after"
     assert write_text(Path(os.devnull), "gone").is_char_device()
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (b"\xef\xbb\xbfa", "a"),
+        (b"\xef\xbb\xbf", ""),
+        (b"\xef\xbb\xbf\xef\xbb\xbfa", "\ufeffa"),  # the first mark is the file's, the second the text's
+        (b"a\xef\xbb\xbfb", "a\ufeffb"),
+        (b"a\r\nb\rc\n", "a\r\nb\rc\n"),
+    ],
+)
+def test_a_text_file_is_read_as_it_is_but_for_its_byte_order_mark(content, text, tmp_path):
+    (tmp_path / "text").write_bytes(content)
+    assert read_text_file(tmp_path / "text", "--text") == text
+
+
+def test_a_file_in_another_encoding_is_named(tmp_path):
+    (tmp_path / "text").write_bytes("a".encode("utf-16"))
+    with pytest.raises(KvjaxError, match="cannot read --text .*; give a UTF-8 text file"):
+        read_text_file(tmp_path / "text", "--text")

@@ -21,6 +21,7 @@ from kvjax.eval.tasks.case import Ask, Case, Maker, Spec, bind_maker, check_leng
 from kvjax.eval.tasks.data_files import read_json_lines
 from kvjax.eval.tasks.encoding import encode_prompt
 from kvjax.models.model import Model
+from kvjax.utils.files import read_text_file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +152,7 @@ def make(task: str, model: Model, spec: Spec) -> Iterator[Case]:
     rows = list(itertools.islice(read_json_lines(directory / f"{task}.jsonl", fields, source), spec.contexts))
     head, tail, chat = "", "", directory / "chat.txt"
     if settings.chat and chat.is_file():
-        template = chat.read_text(encoding="utf-8").rstrip("\n")
+        template = read_text_file(chat, "--data").rstrip("\r\n")
         if template.count("{prompt}") != 1:
             raise KvjaxError(f"{chat} must hold {{prompt}} once, as in '[INST]{{prompt}}[/INST]', got {template!r:.60}")
         head, _, tail = template.partition("{prompt}")

@@ -126,6 +126,8 @@ def test_a_chat_template_goes_round_some_prompts_and_does_not_count(data):
     where = data(chat="[INST]{prompt}[/INST]\n")
     (case, *_) = cases(where)
     assert text(case.context, case.asks[0].prompt) == f"[INST]{whole}[/INST]" and case.key.endswith("/chat")
+    (case, *_) = cases(data(chat="\ufeff[INST]{prompt}[/INST]\n"))
+    assert text(case.context, case.asks[0].prompt) == f"[INST]{whole}[/INST]"
     (case, *_) = cases(where, lengths=(256,))
     assert text(case.context, case.asks[0].prompt) == f"[INST]{whole[:128]}{whole[-128:]}[/INST]"
     (case, *_) = cases(data("lcc", chat="[INST]{prompt}[/INST]"), "lcc")

@@ -50,6 +50,10 @@ def test_a_name_stands_for_the_texts_of_a_package_that_is_not_run(site):
     Path("essays").rmdir()
     Path("essays").write_text("A file of that name wins.")
     assert data_files.read_text(Path("essays")) == "A file of that name wins."
+    Path("notes").mkdir()
+    for name, content in {"a.txt": "\ufeffone", "b.txt": "\ufefftwo \ufeff"}.items():
+        Path("notes", name).write_bytes(content.encode())
+    assert data_files.read_text("notes") == "one\n\ntwo \ufeff"  # each file without its byte order mark
     # The task reads the package's all the same.
     assert "Essay a" in text(BYTES, make_cases("niah.essays", depths=1)[0].context)
 
