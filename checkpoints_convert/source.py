@@ -41,10 +41,6 @@ TOKENIZER_FILES = (
 )
 
 
-DEFAULT_TEMPLATE = "additional_chat_templates/default.jinja"
-"""The file in which transformers finds the template of a checkpoint with several, without a `chat_template.jinja`."""
-
-
 class Tensor(NamedTuple):
     """A stored tensor, as its file's header describes it."""
 
@@ -112,9 +108,9 @@ class Directory:
         Raises:
           KvjaxError: for a link that leads out of the checkpoint, and for a chat template that would not load.
         """
-        files = {name: f for name in TOKENIZER_FILES if (f := self.directory / name).is_file()}
-        if chat_template.FILE not in files and (default := self.directory / DEFAULT_TEMPLATE).is_file():
-            files[chat_template.FILE] = default
+        templates = sorted(f.name for f in (self.directory / chat_template.FOLDER).glob("*.jinja"))
+        names = (*TOKENIZER_FILES, *(f"{chat_template.FOLDER}/{name}" for name in templates))
+        files = {name: f for name in names if (f := self.directory / name).is_file()}
         # A link may lead to any file of the user, whose content would be copied. Hugging Face's cache is the exception:
         # models--OWNER--NAME/snapshots/REVISION is full of links into models--OWNER--NAME/blobs.
         own = self.directory.resolve()

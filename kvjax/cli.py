@@ -161,6 +161,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="JSON",
         help="with --chat: variables of the chat template, for example '{\"enable_thinking\": false}'",
     )
+    generate.add_argument(
+        "--chat-template", metavar="NAME", help="with --chat: one of the model's templates, such as tool_use, or a text"
+    )
     generate.add_argument("--max-new-tokens", type=_integer, default=64)
     generate.add_argument("--stop", action="append", default=[], help="a text before which the answer ends; repeatable")
     generate.add_argument(
@@ -393,7 +396,8 @@ def _generate(args: argparse.Namespace) -> None:
     from kvjax.generation import user_warnings
 
     method = kvjax.parse(args.method)
-    part_of = {name: "chat" for name in ("system", "tools", "documents", "chat_template_kwargs")} | {"logprobs": "json"}
+    of_chat = ("system", "tools", "documents", "chat_template_kwargs", "chat_template")
+    part_of = dict.fromkeys(of_chat, "chat") | {"logprobs": "json"}
     for name, whole in part_of.items():
         if getattr(args, name) is not None and not getattr(args, whole):
             option = f"--{name.replace('_', '-')}"
@@ -453,7 +457,7 @@ def _template_options(args: argparse.Namespace) -> TemplateOptions:
     }
     if args.chat_template_kwargs is not None:
         texts["chat_template_kwargs"] = args.chat_template_kwargs
-    options: Any = {}
+    options: Any = {"chat_template": args.chat_template}
     for name, text in texts.items():
         try:
             options[name] = json.loads(text)

@@ -17,15 +17,18 @@ from checkpoints_convert.gguf.vocabulary import (
     MERGES,
     NORMAL,
     SCORES,
+    TEMPLATE,
     UNKNOWN,
     USER_DEFINED,
     Metadata,
     Vocabulary,
     check_metadata,
     read_end_ids,
+    read_named_templates,
     read_vocabulary,
 )
 from kvjax.errors import KvjaxError
+from kvjax.models import chat_template
 
 NO_TOKENIZER = ("", "no_vocab", "none")
 SPACE = "\u2581"  # SentencePiece's mark of a space
@@ -78,13 +81,14 @@ def make_files(metadata: Metadata) -> dict[str, bytes]:
         **{f"{role}_token": vocabulary.tokens[i] for role, i in roles.items()},
         **{f"add_{role}_token": is_added for role, is_added in adds.items()},
         "clean_up_tokenization_spaces": False,
-        "chat_template": metadata.get("tokenizer.chat_template"),
+        "chat_template": metadata.get(TEMPLATE),
     }
     config = {key: x for key, x in entries.items() if x is not None}
     texts = {
         "tokenizer.json": tokenizer.to_str(pretty=True),
         "tokenizer_config.json": json.dumps(config, indent=2, ensure_ascii=False) + "\n",
-        "chat_template.jinja": config.get("chat_template"),
+        chat_template.FILE: config.get("chat_template"),
+        **{f"{chat_template.FOLDER}/{name}.jinja": text for name, text in read_named_templates(metadata).items()},
     }
     return {name: text.encode() for name, text in texts.items() if text is not None}
 

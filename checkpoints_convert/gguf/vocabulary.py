@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -68,8 +69,10 @@ class Vocabulary(NamedTuple):
         return self.tokens[self.roles[role]] if role in self.roles else None
 
 
+TEMPLATE = "tokenizer.chat_template"
+
 VALUE_TYPES: dict[str, type] = {
-    **dict.fromkeys(("general.architecture", "general.name", "tokenizer.chat_template"), str),
+    **dict.fromkeys(("general.architecture", "general.name", TEMPLATE), str),
     **dict.fromkeys(("tokenizer.ggml.model", "tokenizer.ggml.pre"), str),
     **dict.fromkeys((f"tokenizer.ggml.add_{x}" for x in ("bos_token", "eos_token", "space_prefix")), bool),
     **dict.fromkeys((*ROLE_KEYS.values(), *END_KEYS.values()), int),
@@ -95,6 +98,11 @@ def _find_damage(metadata: Metadata) -> Iterator[str]:
     wrong = {key: kind for key, kind in VALUE_TYPES.items() if not isinstance(metadata.get(key), kind | None)}
     for key, kind in wrong.items():
         yield f"{key} is {metadata[key]!r:.80}, which is no {kind.__name__}"
+    for name, template in read_named_templates(metadata).items():
+        if not isinstance(template, str):
+            yield f"{TEMPLATE}.{name} is {template!r:.80}, which is no str"
+        elif not re.fullmatch(r"\w[\w.-]*", name):  # it becomes the name of a file
+            yield f"{TEMPLATE}.{name!r:.80} is no name of a template"
     needed = () if wrong else NEEDED_LISTS.get(metadata.get("tokenizer.ggml.model", ""), ())
     lists: dict[str, Any] = {key: metadata.get(key) for key in (*needed, TYPES) if key in needed or key in metadata}
     for key, x in lists.items():
@@ -142,6 +150,12 @@ def read_roles(metadata: Metadata) -> dict[str, int]:
         num_tokens = len(metadata.get(TOKENS) or ())
         roles = {role: i for role, i in SENTENCEPIECE_IDS.items() if i < num_tokens}
     return roles | {role: metadata[key] for role, key in ROLE_KEYS.items() if metadata.get(key) is not None}
+
+
+def read_named_templates(metadata: Metadata) -> dict[str, Any]:
+    """Reads the chat templates that have a name, such as "tool_use"."""
+    keys = [key for key in metadata if key.startswith(f"{TEMPLATE}.")]
+    return {key.removeprefix(f"{TEMPLATE}."): metadata[key] for key in keys}
 
 
 def read_end_ids(metadata: Metadata) -> list[int]:

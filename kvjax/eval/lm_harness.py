@@ -160,10 +160,13 @@ class KvjaxLM(TemplateLM):
         return super().loglikelihood(list(requests), disable_tqdm)
 
     def chat_template(self, chat_template: bool | str = False) -> str:
-        """Returns the model's template, which lm_eval records with its results; there is one, so none can be named."""
+        """Returns the model's template, which lm_eval records with its results; always the default one."""
         if isinstance(chat_template, str):
-            raise KvjaxError(f"the model has one chat template, none is called {chat_template!r}; leave the name out")
-        return "" if self.model.chat_template is None else self.model.chat_template.source
+            raise KvjaxError(
+                f"lm_eval's tasks take the model's default chat template, none is called {chat_template!r} here; leave "
+                "the name out"
+            )
+        return "" if self.model.chat_template is None else self.model.chat_template.find()
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Writes a conversation by the model's chat template.

@@ -25,6 +25,7 @@ def chat(
     documents: Sequence[Mapping[str, Any]] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     continue_final_message: bool = False,
+    chat_template: str | None = None,
     capacity: int | None = None,
     **options: Unpack[GenerateOptions],
 ) -> Result:
@@ -43,6 +44,8 @@ def chat(
         that the template does not read is an error, as are tools and documents that it does not read.
       continue_final_message: whether the last message, the assistant's, is the beginning of the answer. The result has
         what follows it.
+      chat_template: the name of one of the model's templates, or a Jinja template; by default the one called "tool_use"
+        if there is one and tools are given, the default one otherwise.
       capacity: as in `kvjax.generate`.
       **options: max_new_tokens, temperature, stop and the others of `kvjax.GenerateOptions`.
 
@@ -55,6 +58,7 @@ def chat(
         documents=documents,
         chat_template_kwargs=chat_template_kwargs,
         continue_final_message=continue_final_message,
+        chat_template=chat_template,
     )
     return generate(model, ids, method, capacity=capacity, **options)
 
@@ -69,6 +73,7 @@ def stream_chat(
     documents: Sequence[Mapping[str, Any]] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     continue_final_message: bool = False,
+    chat_template: str | None = None,
     capacity: int | None = None,
     **options: Unpack[GenerateOptions],
 ) -> Iterator[str]:
@@ -80,6 +85,7 @@ def stream_chat(
         documents=documents,
         chat_template_kwargs=chat_template_kwargs,
         continue_final_message=continue_final_message,
+        chat_template=chat_template,
     )
     if len(ids) != 1:
         raise KvjaxError(f"stream_chat answers one conversation, got {len(ids)}; kvjax.chat answers several at once")

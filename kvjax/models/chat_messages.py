@@ -34,12 +34,15 @@ class TemplateOptions(TypedDict, total=False):
       chat_template_kwargs: other variables of the template, such as {"enable_thinking": False}.
       continue_final_message: whether the last message, the assistant's, is the beginning of the answer, which the model
         continues; false by default.
+      chat_template: the name of one of the model's templates, or a Jinja template; by default the one called "tool_use"
+        if there is one and tools are given, the default one otherwise.
     """
 
     tools: Sequence[Mapping[str, Any]] | None
     documents: Sequence[Mapping[str, Any]] | None
     chat_template_kwargs: Mapping[str, Any] | None
     continue_final_message: bool
+    chat_template: str | None
 
 
 def render_conversations(template: ChatTemplate | None, messages: Messages, options: TemplateOptions) -> list[str]:
@@ -62,7 +65,7 @@ def render_conversations(template: ChatTemplate | None, messages: Messages, opti
             "directory and load it again; if not, give kvjax.generate a plain prompt"
         ]
     else:
-        compiled = template.compile(with_tools=bool(options.get("tools")))
+        compiled = template.compile(options.get("chat_template"), with_tools=bool(options.get("tools")))
         mistakes = list(_find_option_mistakes(compiled, options))
         for i, conversation in enumerate(batch):
             mistakes += _find_mistakes(compiled, i, conversation, is_continued)
@@ -148,7 +151,7 @@ def _find_mistakes(template: CompiledTemplate, i: int, conversation: Conversatio
             f"conversation {i} ends with the assistant's message; end it with one to be answered, or let the model "
             "continue it with continue_final_message=True"
         )
-    if is_continued and (last["role"] != "assistant" or not last.get("content")):
+    if is_continued and (last["role"] != "assistant" or last.get("content") is None):
         yield (
             f"continue_final_message continues a text of the assistant, and conversation {i} ends with {last!r:.60}; "
             "leave it out, or end with the beginning of the answer"
@@ -173,7 +176,8 @@ def _render(
     end = text.rfind(END_OF_MESSAGE.strip())
     if end < 0 or content.strip() not in text:
         return None
-    return text[:end] if text[end:].startswith(END_OF_MESSAGE) else text[:end].rstrip()
+    # A template that trims contents has cut the mark's space. It would cut the content's own, and not those before it.
+    return text[:end] if text[end:].startswith(END_OF_MESSAGE) or not content.strip() else text[:end].rstrip()
 
 
 def _prepare_message(message: Mapping[str, Any], template: CompiledTemplate) -> dict[str, Any]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import jinja2
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-FILE = "chat_template.jinja"
+FILE, FOLDER = "chat_template.jinja", "additional_chat_templates"
 
 Conversation = Sequence[Mapping[str, Any]]
 """Messages with a "role" and a "content", and whatever else the template knows."""
@@ -28,46 +28,87 @@ Conversation = Sequence[Mapping[str, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class ChatTemplate:
-    """A Jinja template, the special tokens that it may name, as ("bos_token", "<s>"), and a template for tools."""
+    """A Jinja template, the special tokens that it may name, as ("bos_token", "<s>"), and templates with other names.
 
-    source: str
+    `source` is None for a checkpoint whose templates all have a name.
+    """
+
+    source: str | None
     tokens: tuple[tuple[str, str], ...] = ()
-    tool_source: str | None = None  # the template called "tool_use", where a checkpoint has several
+    named: tuple[tuple[str, str], ...] = ()  # such as ("tool_use", ..)
 
     @classmethod
     def from_directory(cls, directory: Path | Traversable) -> ChatTemplate | None:
-        """Reads `chat_template.jinja` or the template of `tokenizer_config.json`, if any, and the special tokens.
+        """Reads the templates of a directory, if it has any, and the special tokens.
 
-        Raises KvjaxError for a damaged file.
+        They stand in `chat_template.jinja` and `additional_chat_templates/NAME.jinja`. Without a default one there, the
+        `chat_template` of `tokenizer_config.json`, a text or a list with names, is read too.
+
+        Raises:
+          KvjaxError: for a damaged file.
         """
-        file, config_file = directory / FILE, directory / CONFIG
-        config = parse_json_object(config_file.read_bytes(), str(config_file)) if config_file.is_file() else {}
-        tokens = tuple(SpecialTokens.from_directory(directory).names.items())
+        file, config_file, folder = directory / FILE, directory / CONFIG, directory / FOLDER
+        sources = {}
+        if folder.is_dir():
+            files = sorted(f for f in folder.iterdir() if f.name.endswith(".jinja"))
+            sources = {f.name.removesuffix(".jinja"): read_text_file(f, "the chat template") for f in files}
         if file.is_file():
-            return cls(read_text_file(file, "the chat template"), tokens)
-        source, tool_source = _templates(config.get("chat_template"), config_file)
-        return None if source is None else cls(source, tokens, tool_source)
+            sources["default"] = read_text_file(file, "the chat template")
+        if "default" not in sources and config_file.is_file():
+            config = parse_json_object(config_file.read_bytes(), str(config_file))
+            sources = _config_templates(config.get("chat_template"), config_file) | sources
+        if not sources:
+            return None
+        tokens = tuple(SpecialTokens.from_directory(directory).names.items())
+        return cls(sources.pop("default", None), tokens, tuple(sources.items()))
 
-    def compile(self, *, with_tools: bool = False, now: datetime | None = None) -> CompiledTemplate:
-        """Compiles the template, or the one for tools if there is one and tools are given.
+    def find(self, chosen: str | None = None, *, with_tools: bool = False) -> str:
+        """Returns the source of a template as transformers chooses it.
+
+        Args:
+          chosen: a name, or a template itself; None for the one called "tool_use" if there is one and tools are given,
+            the default one otherwise.
+          with_tools: whether tools will be given.
+
+        Raises:
+          KvjaxError: there is none of that name.
+        """
+        sources = dict(self.named) if self.source is None else {"default": self.source, **dict(self.named)}
+        name = chosen
+        if name is None:
+            name = "tool_use" if with_tools and "tool_use" in sources else "default"
+        if name in sources:
+            return sources[name]
+        if not isinstance(name, str) or "{" not in name:  # a text without it would be the same prompt for all messages
+            raise KvjaxError(
+                f"the model's chat templates are called {', '.join(sources) or 'nothing'}, and none is called "
+                f"{name!r:.60}; give chat_template= one of these names, or a Jinja template"
+            )
+        return name
+
+    def compile(
+        self, chosen: str | None = None, *, with_tools: bool = False, now: datetime | None = None
+    ) -> CompiledTemplate:
+        """Compiles the template that `find` returns.
 
         A template is a program that somebody else wrote. Jinja's sandbox keeps it from Python's internals, from files
         and from changing the messages. As in transformers, nothing limits its time or memory: a keyboard interrupt
         ends one that loops forever.
 
         Args:
-          with_tools: whether tools will be given.
+          chosen: as in `find`.
+          with_tools: as in `find`.
           now: the date that the template may write.
 
         Raises:
-          KvjaxError: without jinja2, and for a template with an error.
+          KvjaxError: without jinja2, for a name that there is not, and for a template with an error.
         """
+        source = self.find(chosen, with_tools=with_tools)
         import_optional("jinja2", "chat templates need", "chat")
         from jinja2 import meta
 
         environment = _environment()
         environment.globals["strftime_now"] = (now or datetime.now()).strftime
-        source = self.tool_source if with_tools and self.tool_source is not None else self.source
         with _named_failures():
             tree = environment.parse(source)
             names = frozenset(meta.find_undeclared_variables(tree))
@@ -149,14 +190,14 @@ def _environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
-def _templates(raw: Any, file: Path | Traversable) -> tuple[str | None, str | None]:
-    """The template of `tokenizer_config.json`: a text, or the ones called "default" and "tool_use" of several."""
-    if raw is None or isinstance(raw, str):
-        return raw, None
+def _config_templates(raw: Any, file: Path | Traversable) -> dict[str, str]:
+    """The templates of `tokenizer_config.json` by name: none, a text, or several with one called "default"."""
+    if raw is None:
+        return {}
     try:
-        templates = {x["name"]: x["template"] for x in raw}
-        if isinstance(templates["default"], str):
-            return templates["default"], templates.get("tool_use")
+        templates = {x["name"]: x["template"] for x in raw} if isinstance(raw, list) else {"default": raw}
+        if "default" in templates and all(isinstance(x, str) for texts in templates.items() for x in texts):
+            return templates
     except (KeyError, TypeError):
         pass
     raise KvjaxError(

@@ -93,7 +93,8 @@ class Model:
           messages: [{"role": "user", "content": "Hello"}], or a list of such lists. A content is a text, or a list of
             parts [{"type": "text", "text": "Hello"}]; a template that reads texts alone gets the parts joined by
             newlines, as in vLLM. The assistant's message may have `tool_calls`, and no content then.
-          **options: tools, documents, chat_template_kwargs and continue_final_message, as in `kvjax.chat`.
+          **options: tools, documents, chat_template_kwargs, continue_final_message and chat_template, as in
+            `kvjax.chat`.
 
         Raises:
           KvjaxError: for messages without a known role or a text, for what the template does not read, and for a model
@@ -105,7 +106,10 @@ class Model:
     @checks_keywords
     def chat_texts(self, messages: Messages, **options: Unpack[TemplateOptions]) -> list[str]:
         """Returns the text that `chat_ids` encodes, for each conversation."""
-        return render_conversations(self.chat_template, messages, options)
+        template = self.chat_template
+        if template is None and options.get("chat_template") is not None:
+            template = ChatTemplate(None, tuple(self.text_tokenizer().special_tokens.names.items()))
+        return render_conversations(template, messages, options)
 
 
 @checks_keywords

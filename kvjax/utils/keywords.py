@@ -26,6 +26,7 @@ MEANT = {
     "frequency_penalty": "penalty_freq",
     "logprobs": "top_logprobs output_scores output_logits return_logprob n_probs",
     "chat_template_kwargs": "template_variables template_kwargs chat_template_args template_args",
+    "chat_template": "template template_name chat_template_name",
     "messages": "conversation conversations history",
     "continue_final_message": "add_generation_prompt",
     "prompts": "prompt text texts input inputs input_ids",

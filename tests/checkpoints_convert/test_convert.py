@@ -104,6 +104,34 @@ def test_tokens_and_the_end_beside_tokenizer_json_come_along(hf, tmp_path):
     assert model.chat_ids([{"role": "user", "content": "z"}]) == [[2, 0, 3]]
 
 
+def test_chat_templates_with_names_come_along(hf, tmp_path):
+    source = hf("mistral").directory
+    write_words(source, tokenizer_config={"chat_template": [{"name": "default", "template": "?"}]})
+    folder = source / "additional_chat_templates"
+    folder.mkdir()
+    (folder / "tool_use.jinja").write_text("z{% for tool in tools %}z{% endfor %}")
+    (folder / "rag.jinja").write_text("{{ documents[0].text }}")
+    (folder / "notes.txt").write_text("not needed")
+    convert(source, tmp_path / "out")
+    assert sorted(p.name for p in (tmp_path / "out" / folder.name).iterdir()) == ["rag.jinja", "tool_use.jinja"]
+    check(source, tmp_path / "out", compare_logits=False)
+    model, user = kvjax.load(tmp_path / "out"), [{"role": "user", "content": "z"}]
+    assert model.chat_texts(user) == ["?"]
+    assert model.chat_texts(user, tools=[{"function": {"name": "f"}}]) == ["zz"]
+    assert model.chat_texts(user, documents=[{"text": "? z"}], chat_template="rag") == ["? z"]
+    (folder / "rag.jinja").write_text("of another version")
+    with pytest.raises(KvjaxError, match="rag.jinja: not the source's"):
+        check(source, tmp_path / "out", compare_logits=False)
+    (tmp_path / "out" / folder.name / "rag.jinja").write_text("of another version")
+    with pytest.raises(KvjaxError, match="rag.jinja"):  # the manifest has its digest
+        kvjax.load(tmp_path / "out")
+    (folder / "rag.jinja").unlink()
+    (tmp_path / "secret").write_text("{{ secret }}")
+    (folder / "rag.jinja").symlink_to(tmp_path / "secret")
+    with pytest.raises(KvjaxError, match="rag.jinja is a link to .*secret, outside of the checkpoint"):
+        convert(source, tmp_path / "third")
+
+
 def test_a_directory_that_was_converted_before_ends_with_the_tokenizers_end(hf, tmp_path):
     convert(hf("mistral").directory, tmp_path / "out")
     assert kvjax.load(tmp_path / "out").config.eos_ids == (2,)

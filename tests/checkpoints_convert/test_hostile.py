@@ -200,6 +200,9 @@ def manifest_error(directory: Path, change) -> str:
         (lambda raw: raw.update(dtype=["float32"]), "is damaged"),
         (lambda raw: raw.update(dtype="float99"), "is damaged"),
         (lambda raw: raw.update(files={"../../secret": "0"}), "is no name of a file"),
+        (lambda raw: raw.update(files={"additional_chat_templates/../../secret": "0"}), "is no name of a file"),
+        (lambda raw: raw.update(files={"additional_chat_templates/a/b.jinja": "0"}), "is no name of a file"),
+        (lambda raw: raw.update(files={"other/secret": "0"}), "is no name of a file"),
     ],
 )
 def test_manifests_made_to_do_harm(tmp_path, change, says):

@@ -74,6 +74,7 @@ HELPERS = """\
 {% endfor %}
 {{ eos_token }}
 """
+LOUD = "{{ messages[0].content }}!"
 USER = [{"role": "user", "content": "Hi <b>é"}]
 TALK = [
     {"role": "system", "content": "Be brief."},
@@ -283,8 +284,9 @@ def save_model(model, tmp_path, monkeypatch):
     """Writes the model with a chat template; returns its directory."""
     monkeypatch.setenv("KVJAX_CACHE", jax.config.jax_compilation_cache_dir)
 
-    def save(template: str) -> str:
-        files = {"tokenizer.json": tokenizer().to_str().encode(), "chat_template.jinja": template.encode()}
+    def save(template: str, **more: str) -> str:
+        texts = {"tokenizer.json": tokenizer().to_str(), "chat_template.jinja": template, **more}
+        files = {name: text.encode() for name, text in texts.items()}
         checkpoint.save(tmp_path / "model", model.config, model.params, extra_files=files)
         return str(tmp_path / "model")
 
@@ -313,9 +315,28 @@ def test_the_command_line_gives_the_template_tools_and_variables(model, tmp_path
     assert json.loads(capsys.readouterr().out)["tokens"] == expected.tokens
 
 
+def test_the_command_line_chooses_a_template(model, tmp_path, save_model, capsys):
+    directory = save_model("{{ messages[0].content }}", **{"additional_chat_templates/loud.jinja": LOUD})
+    args = ["generate", "--model", directory, "--max-new-tokens", "1", "--json", "--chat", "--prompt", "a"]
+    for more, text in ((["loud"], "a!"), (["default"], "a"), ([LOUD], "a!")):
+        assert cli.main([*args, "--chat-template", *more]) == 0
+        expected = kvjax.generate(model, [model.tokenizer.encode(text, special_tokens=False)], "full", max_new_tokens=1)
+        assert json.loads(capsys.readouterr().out)["tokens"] == expected.tokens
+    assert cli.main([*args, "--chat-template", "lowd"]) == 2
+    assert "are called default, loud, and none is called 'lowd'" in capsys.readouterr().err
+
+
+def test_files_of_templates_and_tools_may_begin_with_a_byte_order_mark(model, tmp_path, directory):
+    assert ChatTemplate.from_directory(directory(jinja="\ufeffd\ufeff")) == ChatTemplate("d\ufeff")
+    (tmp_path / "tools").write_bytes(b"\xef\xbb\xbf[]")
+    args = cli._parser().parse_args(["generate", "--prompt", "a", "--chat", "--tools", str(tmp_path / "tools")])
+    assert cli._template_options(args)["tools"] == []
+
+
 @pytest.mark.parametrize(
     ("args", "says"),
     [
+        (["--chat-template", "rag"], "--chat-template is part of what --chat asks for; add --chat"),
         (["--system", "Be brief."], "add --chat"),
         (["--tools", "tools.json"], "--tools is part of what --chat asks for; add --chat"),
         (["--chat-template-kwargs", "{}"], "--chat-template-kwargs is part of what --chat asks for; add --chat"),

@@ -13,7 +13,7 @@ from kvjax.models.chat_messages import render_conversations
 from kvjax.models.chat_template import ChatTemplate
 from kvjax.models.tokenizer import Tokenizer
 from kvjax.testing import toy_model
-from tests.models.test_chat import CHATML, tokenizer
+from tests.models.test_chat import CHATML, DATED, tokenizer
 
 THINKING = """\
 {%- if tools %}
@@ -265,6 +265,105 @@ def test_the_template_for_tools_is_taken_where_a_checkpoint_has_one(tmp_path):
     template = ChatTemplate.from_directory(tmp_path)
     assert render_conversations(template, USER, {})[0].startswith("<|im_start|>system\nYou are a helpful AI")
     assert render_conversations(template, USER, {"tools": [WEATHER]}) == [SHOWN + ASKED]
+
+
+def write_templates(directory, config=None, **files):
+    """Writes templates as a checkpoint has them: in `tokenizer_config.json`, in `chat_template.jinja` and by name."""
+    if config is not None:
+        (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": config, "bos_token": "<s>"}))
+    for name, source in files.items():
+        path = "chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja"
+        (directory / path).parent.mkdir(exist_ok=True)
+        (directory / path).write_text(source)
+    return ChatTemplate.from_directory(directory)
+
+
+LIST = [{"name": "default", "template": "list"}, {"name": "tool_use", "template": "list{{ tools }}"}]
+
+
+@pytest.mark.parametrize(
+    ("config", "files", "found"),
+    [
+        (None, {"default": "d", "tool_use": "t", "rag": "r"}, {"default": "d", "tool_use": "t", "rag": "r"}),
+        ("c", {"tool_use": "t"}, {"default": "c", "tool_use": "t"}),
+        ("c", {"default": "d"}, {"default": "d"}),
+        (LIST, {}, {"default": "list", "tool_use": "list{{ tools }}"}),
+        (LIST, {"default": "d"}, {"default": "d"}),  # the files stand above the list, as in transformers
+        (LIST, {"tool_use": "t"}, {"default": "list", "tool_use": "t"}),
+        (None, {"tool_use": "t"}, {"default": None, "tool_use": "t"}),
+    ],
+)
+def test_templates_with_names_stand_in_files_or_in_a_list(config, files, found, tmp_path):
+    template = write_templates(tmp_path, config, **files)
+    assert {"default": template.source, **dict(template.named)} == found
+    assert dict(template.tokens) == ({} if config is None else {"bos_token": "<s>"})
+    (tmp_path / "additional_chat_templates").mkdir(exist_ok=True)
+    (tmp_path / "additional_chat_templates" / "notes.txt").write_text("no template")
+    assert ChatTemplate.from_directory(tmp_path) == template
+
+
+def test_templates_are_chosen_as_in_transformers(tmp_path):
+    template = write_templates(tmp_path, default=CHATML, tool_use=THINKING, rag="{{ documents[0].text }}")
+    begins = "<|im_start|>system\nYou are a helpful AI"
+    documents = {"documents": [{"title": "A", "text": "B"}]}
+    assert render_conversations(template, USER, {})[0].startswith(begins)
+    assert render_conversations(template, USER, {"chat_template": "default"})[0].startswith(begins)
+    assert render_conversations(template, USER, {"tools": []})[0].startswith(begins)
+    assert render_conversations(template, USER, {"tools": [WEATHER]}) == [SHOWN + ASKED]
+    assert render_conversations(template, USER, {"chat_template": "tool_use"}) == [ASKED]
+    assert render_conversations(template, USER, {"chat_template": "rag", **documents}) == ["B"]
+    assert render_conversations(template, USER, {"chat_template": "<{{ messages[0].content }}>"}) == ["<Hi>"]
+    with pytest.raises(KvjaxError, match="does not read tools"):
+        render_conversations(template, USER, {"chat_template": "default", "tools": [WEATHER]})
+    for wrong in ("tools", "", 3):
+        with pytest.raises(KvjaxError, match="are called default, rag, tool_use, and none is called .*; give chat"):
+            render_conversations(template, USER, {"chat_template": wrong})
+
+
+def test_without_a_default_template_a_name_or_tools_choose(tmp_path):
+    template = write_templates(tmp_path, tool_use=THINKING)
+    assert render_conversations(template, USER, {"tools": [WEATHER]}) == [SHOWN + ASKED]
+    assert render_conversations(template, USER, {"chat_template": "tool_use"}) == [ASKED]
+    with pytest.raises(KvjaxError, match="are called tool_use, and none is called 'default'"):
+        render_conversations(template, USER, {})
+
+
+def test_calls_take_the_name_of_a_template(model):
+    named = (("brief", "{{ messages[0].content }}!"),)
+    several = dataclasses.replace(model, chat_template=ChatTemplate(THINKING, (), named))
+    on = {"max_new_tokens": 3, "eos_ids": ()}
+    right = kvjax.generate(model, [model.tokenizer.encode("Hi!", special_tokens=False)], "full", **on)
+    assert several.chat_texts(USER, chat_template="brief") == ["Hi!"]
+    assert kvjax.chat(several, USER, chat_template="brief", **on).tokens == right.tokens
+    assert "".join(kvjax.stream_chat(several, USER, chat_template="brief", **on)) == right.text[0]
+    # A template itself serves a model that has none; it knows the special tokens.
+    without = dataclasses.replace(model, chat_template=None)
+    assert without.chat_texts(USER, chat_template="{{ messages[0].content }}!") == ["Hi!"]
+    with pytest.raises(KvjaxError, match="chat templates are called nothing, and none is called 'brief'"):
+        without.chat_texts(USER, chat_template="brief")
+
+
+@pytest.mark.parametrize("empty", ["", [{"type": "text", "text": ""}]])
+@pytest.mark.parametrize(
+    "source",
+    [
+        CHATML,
+        THINKING,
+        BOTH,
+        DATED,
+        "{% for m in messages %}[{{ m.role }}]\n\n{{ m.content | trim }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]\n\n{% endif %}",
+    ],
+)
+def test_an_empty_beginning_leaves_the_answer_to_begin(source, empty):
+    begun = [*USER, {"role": "assistant", "content": empty}]
+    assert render(source, begun, continue_final_message=True) == render(source, USER)
+
+
+def test_nothing_to_continue_is_no_empty_beginning():
+    for last in ({"role": "assistant", "content": None}, CALLED[1], {"role": "user", "content": ""}):
+        with pytest.raises(KvjaxError, match="continues a text of the assistant|give a text"):
+            render(THINKING, [*USER, last], continue_final_message=True)
 
 
 OPTIONS = {"tools": [WEATHER], "chat_template_kwargs": {"enable_thinking": False}}

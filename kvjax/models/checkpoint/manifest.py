@@ -15,7 +15,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 
 from kvjax.errors import KvjaxError, escape_unprintable
-from kvjax.models import Config
+from kvjax.models import Config, chat_template
 from kvjax.models.checkpoint.chunks import has_all_digests
 from kvjax.models.sharding import abstract_params
 from kvjax.utils.files import parse_json_object
@@ -128,7 +128,7 @@ def read_manifest(directory: str | Path) -> Manifest:
             np.dtype(record.dtype)
             texts = [record.source, *record.digests.values(), *record.files.values()]
             # A path in the place of a file's name would have files outside of the directory read.
-            paths = [name for name in record.files if Path(name).name != name]
+            paths = [name for name in record.files if Path(name).name != name.removeprefix(f"{chat_template.FOLDER}/")]
             if paths or not all(isinstance(x, str) for x in texts):
                 damage = f"{paths[0]!r:.80} is no name of a file" if paths else "a digest is no text"
     except (KeyError, TypeError, AttributeError, RecursionError) as e:

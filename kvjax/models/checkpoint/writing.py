@@ -119,6 +119,7 @@ class Writer:
     def _finish(self) -> None:
         check_shapes(self.config, {p: tuple(x["shape"]) for p, x in self.parameters.items()}, "what was written")
         for name, content in self.extra_files.items():
+            (self.partial / name).parent.mkdir(exist_ok=True)  # of further chat templates
             (self.partial / name).write_bytes(content)
         files = {name: hashlib.sha256(content).hexdigest() for name, content in self.extra_files.items()}
         record = Manifest(self.config, self.dtype.name, self.source, self.parameters, self.digests, files)

@@ -9,6 +9,7 @@ import pytest
 from checkpoints_convert.gguf import tokenizer_files
 from checkpoints_convert.gguf.vocabulary import read_end_ids
 from kvjax.errors import KvjaxError
+from kvjax.models.chat_template import ChatTemplate
 from tests.checkpoints_convert.gguf.gguf_metadata import load_tokenizer, tiny_keys, tokenizer_keys
 from tests.fixtures import ROOT
 
@@ -113,6 +114,20 @@ def test_config_and_chat_template():
     assert set(files) == {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
 
 
+def test_chat_templates_with_names(tmp_path):
+    key = "tokenizer.chat_template"
+    names = {f"{key}.tool_use": "{{ tools }}", f"{key}.rag": "é", "tokenizer.chat_templates": ["tool_use", "rag"]}
+    for default in ({key: "d"}, {f"{key}.default": "d"}, {}):
+        files = tokenizer_files.make_files(tiny_keys(bos_token_id=0) | default | names)
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        (folder / "additional_chat_templates").mkdir(parents=True)
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
+        template = ChatTemplate.from_directory(folder)
+        assert template.source == ("d" if default else None) and template.tokens == (("bos_token", "<s>"),)
+        assert dict(template.named) == {"tool_use": "{{ tools }}", "rag": "é"}
+
+
 def test_what_the_metadata_do_not_say_is_not_in_the_config():
     files = tokenizer_files.make_files(tiny_keys())
     assert set(files) == {"tokenizer.json", "tokenizer_config.json"}
@@ -204,6 +219,10 @@ def test_no_tokenizer(model):
             r"'gpt-9' is not a known pre-tokenizer; known: default, gpt-2, .* convert the safetensors",
         ),
         (tiny_keys(pre=3), "tokenizer.ggml.pre is 3, which is no str"),
+        ({"tokenizer.chat_template.rag": 3}, "tokenizer.chat_template.rag is 3, which is no str; .* copy it again"),
+        ({"tokenizer.chat_template.": "a"}, "tokenizer.chat_template.'' is no name of a template"),
+        ({"tokenizer.chat_template.../../a": "a"}, "tokenizer.chat_template.'../../a' is no name of a template"),
+        ({"tokenizer.chat_template.a\0": "a"}, r"tokenizer.chat_template.'a\\x00' is no name of a template"),
         (tiny_keys(tokens=None), "tokenizer.ggml.tokens is missing; .* copy it again"),
         (tiny_keys(tokens=[]), "tokenizer.ggml.tokens is not a list"),
         (tiny_keys(tokens="ab"), "tokenizer.ggml.tokens is not a list"),
