@@ -50,8 +50,8 @@ class ChatTemplate:
         file, config_file, folder = directory / FILE, directory / CONFIG, directory / FOLDER
         sources = {}
         if folder.is_dir():
-            files = sorted(f for f in folder.iterdir() if f.name.endswith(".jinja"))
-            sources = {f.name.removesuffix(".jinja"): read_text_file(f, "the chat template") for f in files}
+            files = {f.name.removesuffix(".jinja"): f for f in folder.iterdir() if f.name.endswith(".jinja")}
+            sources = {name: read_text_file(files[name], "the chat template") for name in sorted(files)}
         if file.is_file():
             sources["default"] = read_text_file(file, "the chat template")
         if "default" not in sources and config_file.is_file():

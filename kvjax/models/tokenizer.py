@@ -126,7 +126,7 @@ class Tokenizer:
             num_tokens = len(self.opening_ids)
         encoding.truncate(num_tokens)
         num_opening = next((i for i, is_added in enumerate(encoding.special_tokens_mask) if not is_added), 0)
-        if num_opening and encoding.ids[num_opening] == encoding.ids[0]:
+        if parse_special and num_opening and encoding.ids[num_opening] == encoding.ids[0]:  # the text spells them
             encoding.truncate(num_tokens - num_opening, direction="left")
         return encoding
 

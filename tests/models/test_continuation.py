@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import tokenizers
-from tokenizers import models
+from tokenizers import models, pre_tokenizers, processors
 
 from kvjax.models.tokenizer import Tokenizer
 from tests.helpers.tokenizer_files import byte_level, sentencepiece
@@ -54,6 +54,15 @@ def test_special_tokens_open_a_text_and_none_closes_it(make, template, opening):
     assert spell(tokenizer, tokenizer.encode_prompt("a</s>"))[-1] == "</s>"
     assert "</s>" not in spell(tokenizer, tokenizer.encode_prompt("a</s>", parse_special=False))
     assert "</s>" not in spell(tokenizer, tokenizer.encode_continuation("a</s>", parse_special=False))
+
+
+def test_a_beginning_that_is_an_ordinary_word_is_spelled_only_where_special_tokens_are_read():
+    inner = tokenizers.Tokenizer(models.WordLevel({"[B]": 0, "a": 1, "?": 2}, unk_token="?"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    inner.post_processor = processors.TemplateProcessing(single="[B] $A", special_tokens=[("[B]", 0)])
+    tokenizer = Tokenizer(inner)
+    assert tokenizer.encode_prompt("[B] a") == [0, 1] and tokenizer.encode_prompt("a") == [0, 1]
+    assert tokenizer.encode_prompt("[B] a", parse_special=False) == [0, 0, 1]
 
 
 @ALL
