@@ -66,6 +66,47 @@ def test_every_page_with_code_is_run():
     assert with_code >= {"README.md", "docs/writing_a_method.md", "docs/generation.md", *RUN_ELSEWHERE}
 
 
+LISTED = """1. Run it:
+
+    ```python title="a file.py"
+    if True:
+        print("one")
+    ```
+
+    ```text
+    one
+    ```
+
+   - or so:
+\t```sh
+\tkvjax methods --json
+\t```
+
+```python
+print("two")
+```
+"""
+
+
+def test_blocks_within_lists_are_found_without_their_indentation(tmp_path, monkeypatch):
+    (tmp_path / "page.md").write_text(LISTED, encoding="utf-8")
+    monkeypatch.setattr("tests.helpers.documents.ROOT", tmp_path)
+    listed, _, command, plain = code_blocks("page.md")
+    assert (listed.code, listed.file, listed.output, listed.line) == (
+        'if True:\n    print("one")\n',
+        "a file.py",
+        "one\n",
+        3,
+    )
+    assert (command.language, command.code, plain.code) == ("sh", "kvjax methods --json\n", 'print("two")\n')
+
+
+@pytest.mark.parametrize("page", (*DOCUMENTS, *SITE))
+def test_no_fence_of_a_page_lies_outside_of_the_blocks_that_are_run(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert [line for line in FENCE.sub("", text).splitlines() if "```" in line] == []
+
+
 @pytest.mark.parametrize("page", (*DOCUMENTS, *SITE))
 def test_methods_in_the_text_of_a_page_can_be_used(page, clean_registry):
     """Inline code is a method if its first word is the name of one."""

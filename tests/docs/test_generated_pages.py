@@ -22,7 +22,7 @@ NAMES = sorted(builtin_entries())
 
 def blocks(page: str, language: str) -> list[str]:
     """The code of a page's blocks in a language."""
-    return [match[3] for match in FENCE.finditer(page) if match[1] == language]
+    return [match["code"] for match in FENCE.finditer(page) if match["language"] == language]
 
 
 def table_rows(page: str) -> list[list[str]]:

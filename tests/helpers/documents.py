@@ -25,7 +25,10 @@ from kvjax.models.model import Model
 from kvjax.testing import toy_model
 
 ROOT = Path(__file__).parents[2]
-FENCE = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```[ ]*$", re.M | re.S)
+FENCE = re.compile(
+    r"^(?P<indent>[ \t]*)```(?P<language>\w*)(?P<info>[^\n]*)\n(?P<code>.*?)^(?P=indent)```[ \t]*$", re.M | re.S
+)
+"""A fenced block; within a list or a note it is indented, and so is its end."""
 MODULES = ("experiments", "kvjax", "checkpoints_convert", "tests")
 """Packages of this repository whose modules documents run with `python -m`."""
 
@@ -70,15 +73,19 @@ def code_blocks(page: str) -> list[CodeBlock]:
     matches = list(FENCE.finditer(text))
     blocks = []
     for i, match in enumerate(matches):
-        language, info, code = match.groups()
         below = matches[i + 1] if i + 1 < len(matches) else None
         output = None
-        if below and below[1] == "text" and not text[match.end() : below.start()].strip():
-            output = below[3]
-        title = re.search(r'title="([^"]+)"', info)
+        if below and below["language"] == "text" and not text[match.end() : below.start()].strip():
+            output = dedent_block(below)
+        title = re.search(r'title="([^"]+)"', match["info"])
         line = text[: match.start()].count("\n") + 1
-        blocks.append(CodeBlock(language, title[1] if title else None, code, output, line))
+        blocks.append(CodeBlock(match["language"], title[1] if title else None, dedent_block(match), output, line))
     return blocks
+
+
+def dedent_block(match: re.Match[str]) -> str:
+    """Returns the code of a fenced block without the indentation of its fence."""
+    return re.sub(f"^{match['indent']}", "", match["code"], flags=re.M)
 
 
 def python_code(page: str) -> list[str]:
