@@ -71,6 +71,10 @@ class Need:
         """Bytes of the device at the peak."""
         return self.weights + max(self.cache + self.workspace, self.reading)
 
+    def excess(self, device_bytes: int, host_bytes: int) -> float:
+        """Returns by which fraction the memory is exceeded that lacks most; at most 0 where both hold it."""
+        return max(self.device / max(device_bytes, 1), self.host / max(host_bytes, 1)) - 1
+
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
@@ -309,7 +313,7 @@ def check_mesh(setting: Setting, batch: int) -> None:
 def plan_method(setting: Setting, method: str | KVMethod, context: int, batch: int, limits: bool = True) -> Plan:
     """Plans one method at one context."""
     name = method if isinstance(method, str) else name_of(method)
-    method, data = method_of(method), setting.mesh[0]
+    method = method_of(method)
     try:
         need = count_need(setting, method, context, batch)
     except KvjaxError as e:
@@ -327,6 +331,19 @@ def plan_method(setting: Setting, method: str | KVMethod, context: int, batch: i
     )
     if not limits:
         return found
+    batches = find_largest_batches(setting, method, context)
+    largest = min(batches.values())
+    return dataclasses.replace(
+        found,
+        largest_batches=batches,
+        largest_context=find_largest_context(setting, method, context, batch),
+        speed_at_largest=estimate_step(setting, method, context, largest) if largest else None,
+    )
+
+
+def find_largest_batches(setting: Setting, method: KVMethod, context: int) -> dict[str, int]:
+    """Finds the sequences that fit by each limit, as `Plan.largest_batches` has them."""
+    usable, host, data = setting.usable_bytes, setting.hardware.host_bytes, setting.mesh[0]
     # Bytes grow linearly with the batch, from an offset that all sequences share.
     one, two = (count_need(setting, method, context, n * data) for n in (1, 2))
 
@@ -336,34 +353,39 @@ def plan_method(setting: Setting, method: str | KVMethod, context: int, batch: i
             return 0
         return data * (MOST_SEQUENCES if growth <= 0 else min(MOST_SEQUENCES, 1 + (most - read(one)) // growth))
 
-    batches = {
+    return {
         "device memory": count_fitting(lambda n: n.weights + n.cache + n.workspace, usable),
         "reading the prompt": count_fitting(lambda n: n.weights + n.reading, usable),
         "host memory": count_fitting(lambda n: n.host, host),
     }
-    largest = min(batches.values())
-    return dataclasses.replace(
-        found,
-        largest_batches=batches,
-        largest_context=find_largest_context(setting, method, batch),
-        speed_at_largest=estimate_step(setting, method, context, largest) if largest else None,
-    )
 
 
-def find_largest_context(setting: Setting, method: KVMethod, batch: int) -> int:
-    """Finds the largest number of tokens that fits, in steps of 64 or of 1,024 for models of many positions."""
+def find_largest_context(setting: Setting, method: KVMethod, context: int, batch: int) -> int:
+    """Finds the largest number of tokens that fits; 0 where none does.
+
+    Steps are 1,024 tokens for models of many positions, else 64; finer where not even the first step fits.
+
+    Args:
+      setting: what all plans share.
+      method: the method.
+      context: tokens that the method does not refuse.
+      batch: sequences.
+    """
     most = setting.model.config.max_positions - setting.room
-    step = 1024 if most >= 32_768 else 64
 
     def excess(tokens: int) -> float:  # above 0 where it does not fit; in fractions of each memory
         try:
-            need = count_need(setting, method, tokens, batch)
+            return count_need(setting, method, tokens, batch).excess(setting.usable_bytes, setting.hardware.host_bytes)
         except KvjaxError:  # a method may refuse prompts that are shorter than what it keeps, or too long for its table
-            return -1.0
-        return max(need.device / setting.usable_bytes, need.host / setting.hardware.host_bytes) - 1
+            return -1.0 if tokens < context else 1.0
 
-    low, high = min(step, most), most
-    at_low, at_high = excess(low), excess(high)
+    high = most
+    for step in (1024, 64, 1) if most >= 32_768 else (64, 1):
+        low = min(step, high)
+        at_low, at_high = excess(low), excess(high)
+        if at_low <= 0:
+            break
+        high = low
     if at_high <= 0 or at_low > 0:
         return high if at_high <= 0 else 0
     rounds = 0
@@ -378,6 +400,10 @@ def find_largest_context(setting: Setting, method: KVMethod, batch: int) -> int:
             low, at_low = middle, at
         else:
             high, at_high = middle, at
+    try:
+        count_need(setting, method, low, batch)
+    except KvjaxError:
+        return 0
     return low
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvjax.errors import KvjaxError
+from kvjax.models.sharding import divided_sizes
 from kvjax.planning import measurement
 from kvjax.planning.hardware import GIB, GPU_OVERHEADS, Hardware, find_hardware
 from kvjax.planning.models import PlannedModel, find_model
@@ -25,13 +27,15 @@ from kvjax.utils.packages import import_optional
 
 TABLE_COLUMNS = 144
 PLOT_CONTEXTS = (4, 8, 16, 32, 64, 128, 256, 512, 1024)  # in 1,024 tokens
+OTHER_CHUNK_TOKENS = 4096
+OTHER_CHUNK = f"--chunk {OTHER_CHUNK_TOKENS}"
 FACTORS = {"": 1, "k": 1024, "m": 1024**2}
 
 
 def run(args: argparse.Namespace) -> None:
     """Runs the command."""
     model, methods, mesh = find_model(args.model), resolve(args.method), parse_mesh(args.mesh)
-    contexts = [parse_tokens(word) for word in args.context.split(",") if word.strip()]
+    contexts = list(dict.fromkeys(parse_tokens(word) for word in args.context.split(",") if word.strip()))
     if not contexts:
         raise KvjaxError(f"no context in {args.context!r}; for example --context 32k,128k")
     if args.plot is not None:
@@ -55,7 +59,7 @@ def run(args: argparse.Namespace) -> None:
     options: dict[str, Any] = {"batch": args.batch, "mesh": mesh, "hardware": hardware, "dtype": args.dtype}
     options |= {"room": args.room, "chunk": args.chunk}
     plans = plan(model, list(methods), contexts, **options)
-    notes = write_notes(model, hardware, mesh, plans, args.dtype, args.chunk)
+    notes = write_notes(model, plans, options)
     if args.json:
         about = {"model": dataclasses.asdict(model) | {"parameters": model.parameters}, "mesh": mesh}
         about |= {"hardware": dataclasses.asdict(hardware), "dtype": args.dtype}
@@ -63,7 +67,7 @@ def run(args: argparse.Namespace) -> None:
     else:
         console = Console(highlight=False)
         console = Console(highlight=False, width=max(console.width, TABLE_COLUMNS))
-        for context in dict.fromkeys(contexts):
+        for context in contexts:
             console.print(make_table(model, hardware, mesh, [p for p in plans if p.context == context]))
         for note in notes:
             console.print(f"- {note}", markup=False, soft_wrap=True)
@@ -133,8 +137,15 @@ def describe_fit(p: Plan) -> str:
     """Says whether a plan fits, or how much is missing of which memory."""
     if p.fits:
         return "yes"
-    missing = [(p.spare, "GB over"), (p.host_spare, "GB over on host")]
-    return ", ".join(f"{-size / 1e9:,.1f} {words}" for size, words in missing if size is not None and size < 0)
+    missing = [(p.spare, "over"), (p.host_spare, "over on host")]
+    return ", ".join(f"{format_bytes(-size)} {words}" for size, words in missing if size is not None and size < 0)
+
+
+def format_bytes(size: int) -> str:
+    """Formats a number of bytes that is not 0, never as 0."""
+    if size >= 5e7:
+        return f"{size / 1e9:,.1f} GB"
+    return f"{size / 1e6:,.1f} MB" if size >= 5e4 else f"{size:,} bytes"
 
 
 def format_rate(rate: float) -> str:
@@ -142,21 +153,20 @@ def format_rate(rate: float) -> str:
     return f"{rate:,.0f}" if rate >= 10 else f"{rate:,.2f}"
 
 
-def write_notes(
-    model: PlannedModel, hardware: Hardware, mesh: tuple[int, int], plans: Sequence[Plan], dtype: str, chunk: int | None
-) -> list[str]:
-    """Says what the plans assume, what was refused and why, and what would help."""
-    h, c = hardware, model.config
+def write_notes(model: PlannedModel, plans: Sequence[Plan], options: Mapping[str, Any]) -> list[str]:
+    """Says what the plans assume, what was refused and why, and what would help; `options` are those of `plan`."""
+    h, mesh, dtype, chunk = (options[name] for name in ("hardware", "mesh", "dtype", "chunk"))
+    c = model.config
     notes = []
     for context in dict.fromkeys(p.context for p in plans):
         own = [p for p in plans if p.context == context]
         fitting = sorted((p for p in own if p.fits), key=lambda p: -(p.tokens_per_second or 0))
-        fastest = (
-            f"; the fastest is {fitting[0].method}, {format_rate(fitting[0].tokens_per_second or 0)} tok/s at most"
-        )
-        notes.append(
-            f"{context:,} tokens: {len(fitting)} of {display.count(len(own), 'method')} fit{fastest if fitting else ''}"
-        )
+        if fitting:
+            rate = format_rate(fitting[0].tokens_per_second or 0)
+            answer = f"; the fastest is {fitting[0].method}, {rate} tok/s at most"
+        else:
+            answer = describe_nearest(model, own, options)
+        notes.append(f"{context:,} tokens: {len(fitting)} of {display.count(len(own), 'method')} fit{answer}")
     active = "" if not model.has_experts else f", {model.active_parameters / 1e9:.1f}B of them for each token"
     notes += [
         f"{model.name}: {model.parameters / 1e9:.2f}B parameters{active}, in {dtype}; {c.layers} layers, "
@@ -184,18 +194,75 @@ def write_notes(
         + ".",
     ]
     notes += [f"{p.method} is refused: {p.refusal}" for p in plans if p.refusal]
-    in_chunks = "--chunk 4096 reads it in parts, with fewer activations but all layers' exact keys and values at once"
-    if chunk is not None:
-        in_chunks = (
-            "fewer tokens a chunk need fewer activations; without --chunk one layer's exact keys are held at a time"
-        )
-    remedies = {"host memory": "--host-gb plans for a host with more", "reading the prompt": in_chunks}
-    for limit, remedy in remedies.items():
-        limited = [p.method for p in plans if p.batch_limit == limit]
-        if limited:
-            names = ", ".join(dict.fromkeys(limited))
-            notes.append(f"{limit[0].upper()}{limit[1:]} sets the largest batch of {names}: {remedy}")
+    for limit in ("host memory", "reading the prompt"):
+        limited = [p for p in plans if p.batch_limit == limit]
+        helped = limited if limit == "host memory" else [p for p in limited if is_helped_by_chunks(model, p, options)]
+        remedy = "--host-gb plans for a host with more"
+        if limit != "host memory":
+            remedy = f"{OTHER_CHUNK} reads it in parts, with fewer activations but all layers' exact keys and values"
+            if chunk is not None:
+                remedy = "without --chunk one layer's exact keys and values are held at a time"
+        others = [p for p in limited if p not in helped]
+        for some, what in ((helped, f": {remedy}"), (others, ", with --chunk and without")):
+            if names := ", ".join(dict.fromkeys(p.method for p in some)):
+                notes.append(f"{limit[0].upper()}{limit[1:]} sets the largest batch of {names}{what}")
     return notes
+
+
+def is_helped_by_chunks(model: PlannedModel, p: Plan, options: Mapping[str, Any]) -> bool:
+    """Whether more sequences fit where the prompt is read in chunks, or at once if it is read in chunks now."""
+    chunk = OTHER_CHUNK_TOKENS if options["chunk"] is None else None
+    other = plan(model, [p.method], [p.context], **{**options, "chunk": chunk})[0]
+    return (other.largest_batch or 0) > (p.largest_batch or 0)
+
+
+def describe_nearest(model: PlannedModel, plans: Sequence[Plan], options: Mapping[str, Any]) -> str:
+    """Names the method that misses by least where none fits, by how much, and what it fits with; all is tried."""
+    hardware, (data, heads) = options["hardware"], options["mesh"]
+    usable = int(hardware.memory_bytes * (1 - RESERVED))
+    counted = [(p.need.excess(usable, hardware.host_bytes), p) for p in plans if p.need is not None]
+    if not counted:
+        return "; all are refused, for the reasons below"
+    _, nearest = min(counted, key=lambda pair: pair[0])
+    need = nearest.need
+    assert need is not None
+
+    def fits(context: int = nearest.context, **changes: Any) -> bool:
+        try:
+            return plan(model, [nearest.method], [context], **{**options, **changes}, limits=False)[0].fits
+        except KvjaxError:  # a mesh over which the model does not divide
+            return False
+
+    remedies = []
+    if nearest.largest_batch:
+        remedies.append(f"--batch {nearest.largest_batch}")
+    if options["chunk"] is None and fits(chunk=OTHER_CHUNK_TOKENS):
+        remedies.append(OTHER_CHUNK)
+    elif options["chunk"] is not None and fits(chunk=None):
+        remedies.append("no --chunk")
+    sizes = {size for letter, size in divided_sizes(model.config) if letter in "KFV"}
+    meshes = [n for n in range(heads + 1, math.gcd(*sizes) + 1) if math.gcd(*sizes) % n == 0]
+    if n := next((n for n in meshes if fits(mesh=(data, n))), None):
+        remedies.append(f"--mesh {data}x{n}")
+    larger, flags = hardware, []
+    for flag, size, has in (
+        ("--memory-gb", need.device / (1 - RESERVED), nearest.spare),
+        ("--host-gb", need.host, nearest.host_spare),
+    ):
+        if (has or 0) < 0:
+            # Whole GiB are what people write; a tenth of a percent more where the model is small.
+            gib = math.ceil(size / GIB) if size > GIB else math.ceil(size / GIB * 1000 + 1) / 1000
+            field = "memory_bytes" if flag == "--memory-gb" else "host_bytes"
+            larger = dataclasses.replace(larger, **{field: int(gib * GIB)})
+            flags.append(f"{flag} {gib}")
+    if fits(hardware=larger):
+        remedies.append(" ".join(flags))
+    context = nearest.largest_context or 0
+    up_to = "it fits at no context"
+    if context and fits(context):
+        up_to = f"it fits up to {context:,} tokens (--context {context})"
+    others = f", and at {nearest.context:,} with {' or '.join(remedies)}" if remedies else ""
+    return f"; the nearest is {nearest.method}, {describe_fit(nearest)}: {up_to}{others}"
 
 
 def draw(model: PlannedModel, hardware: Hardware, mesh: tuple[int, int], plans: Sequence[Plan], path: Path) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import operator
+import re
 from typing import Any
 
 import flax.linen as nn
@@ -27,7 +28,16 @@ from kvjax.models.sharding import abstract_params, param_shardings
 from kvjax.planning import measurement
 from kvjax.planning.hardware import CATALOGUE, Hardware, find_hardware
 from kvjax.planning.models import PlannedModel, find_model
-from kvjax.planning.plan import MOST_KINDS, RESERVED, Plan, Setting, count_need, plan, trace_layers
+from kvjax.planning.plan import (
+    MOST_KINDS,
+    RESERVED,
+    Plan,
+    Setting,
+    count_need,
+    find_largest_context,
+    plan,
+    trace_layers,
+)
 from kvjax.planning.ranking import count_ranked
 
 CONFIG = kvjax.Config.llama(vocab_size=96, width=32, layers=3, heads=8, kv_heads=4, head_dim=8, mlp_width=48)
@@ -214,6 +224,67 @@ def test_the_command_prints_a_table_json_and_a_plot(tmp_path, capsys):
     ):
         assert cli.main([*command, *wrong]) == 2
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--method full",
+        "--method full --chunk 256",
+        "--method full;int8 --batch 2 --context 1k,2k,1k",
+        "--method full;int8 --batch 4 --mesh 2x1",
+        "--method offload --host-gb 0 --memory-gb 40",
+        "--method snapkv:budget=3000,window=8 --room 64",
+        "--method full --memory-gb 0.01 --overheads",
+    ],
+)
+def test_where_no_method_fits_the_nearest_is_named_and_its_remedies_work(options, tmp_path, capsys):
+    command = ["plan", "smollm2", "--context", "4k", "--hardware", "l4", "--memory-gb", "0.29", *options.split()]
+    picture = tmp_path / "speed.svg"
+
+    def plans(*more: str) -> dict[str, Any]:
+        assert cli.main([*command, *more, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    document = plans()
+    contexts = list(dict.fromkeys(p["context"] for p in document["plans"]))
+    assert not any(p["fits"] for p in document["plans"]) and len(document["plans"]) % len(contexts) == 0
+    for note, context in zip(document["notes"], contexts, strict=False):
+        own = {p["method"]: p for p in document["plans"] if p["context"] == context}
+        assert note.startswith(f"{context:,} tokens: 0 of {len(own)} method")
+        nearest = own[re.search(r"the nearest is (.*?), [\d.,]+ (?:GB|MB|bytes) over", note)[1]]  # type: ignore[index]
+        assert ("up to" in note) == bool(nearest["largest_context"])
+        remedies = re.findall(
+            r"--(?:context|batch|chunk|mesh) \d+\S*?(?=[),]| |$)|(?:--(?:memory|host)-gb [\d.]+ ?)+", note
+        )
+        assert any("-gb" in remedy for remedy in remedies)
+        for remedy in remedies:
+            at = [] if "--context" in remedy else ["--context", str(context)]
+            followed = plans(*at, *remedy.split(), "--method", nearest["method"])
+            assert all(p["fits"] for p in followed["plans"]), remedy
+    assert cli.main([*command, "--plot", str(picture)]) == 0
+    out = capsys.readouterr().out
+    assert picture.stat().st_size > 5_000 and out.count("smollm2 on l4") == len(contexts) and " over" in out
+
+
+def test_a_plan_of_refused_methods_alone_says_why(tmp_path, capsys):
+    command = ["plan", "gpt-oss-20b", "--method", "kivi:group=96,residual=96", "--context", "1k"]
+    for more in ([], ["--json"], ["--plot", str(tmp_path / "speed.png")], ["--memory-gb", "1"]):
+        assert cli.main([*command, *more]) == 0
+        out = capsys.readouterr().out
+        assert "0 of 1 method fit; all are refused, for the reasons below" in out and "is refused: " in out
+
+
+def test_the_largest_context_is_one_that_the_method_serves():
+    """Below 1,024 tokens the steps are finer; prompts that are too short for a method are no answer."""
+    model = PlannedModel("toy", dataclasses.replace(CONFIG, max_positions=65_536), "of the tests")
+    setting = Setting(model, DEVICE, (1, 1), "float32", 0, None, 0.0)
+    full, snapkv = kvjax.parse("full"), kvjax.parse("snapkv:budget=900,window=800")
+    bytes_at_700 = count_need(setting, full, 700, 1).device
+    tight = dataclasses.replace(setting, hardware=dataclasses.replace(DEVICE, memory_bytes=bytes_at_700))
+    found = find_largest_context(tight, full, 2048, 1)
+    assert count_need(tight, full, found, 1).device <= bytes_at_700 < count_need(tight, full, found + 64, 1).device
+    assert find_largest_context(tight, snapkv, 2048, 1) == 0
 
 
 def test_layers_on_a_line_are_planned_as_if_all_were_traced():
