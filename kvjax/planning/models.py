@@ -8,26 +8,41 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from checkpoints_convert import hf_config
 from checkpoints_convert.families import FAMILIES
+from checkpoints_convert.hf_config import is_integer
+from checkpoints_convert.source import Directory
 from kvjax.core.attention import Rule
 from kvjax.core.rope import Rope, RopeScaling, yarn_scaling
 from kvjax.errors import KvjaxError
 from kvjax.models import checkpoint
 from kvjax.models.checkpoint import parameter_axes, parameter_shapes
-from kvjax.models.config import MOST_LAYERS, Config
+from kvjax.models.config import Config
 from kvjax.models.kinds import AttentionKind, Experts, LayerKind, MlpKind
 from kvjax.models.model import find_checkpoint
+from kvjax.planning import cached_layers
 from kvjax.utils import arguments
 from kvjax.utils.files import parse_json_object, read_text_file
 
 HOLDS_WINDOWS = "layers with a sliding window hold the tokens of their window alone"
 QUANTIZED = "weights in the dtype of the plan; the file holds them quantized"
 NOT_CONVERTED = "kvjax has no converter for this family yet: the plan is of the shapes"
+WITHOUT_STATES = (
+    "the states of recurrent layers and convolutions, whose size does not depend on the context, are not counted"
+)
+ESTIMATED = "weights are an estimate from the sizes in config.json; in a folder with all safetensors they are counted"
+EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+EXPERTS_DRAWN = ("num_experts_per_tok", "experts_per_token", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k")
+UNGATED = re.compile(
+    "gpt.*|code_?gen|bloom|falcon|RefinedWeb.*|mpt|opt|xglm|biogpt|ctrl|openai-gpt|phi|phi-msft|starcoder2|persimmon"
+    "|fuyu|nemotron|nemotron_h|arcee|apertus.*|jais2|git"
+)
+"""model_types, but gpt_oss, whose MLPs have two matrices and no gate."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,17 +54,23 @@ class PlannedModel:
       config: of the decoder.
       source: where the sizes are from.
       notes: what the plan assumes.
+      other_layers: layers that hold no keys and values, and that `config` does not have.
+      other_parameters: parameters that `config` does not have; below 0 for those that only it has.
+      has_exact_weights: whether the parameters are counted, and not estimated.
     """
 
     name: str
     config: Config
     source: str
     notes: tuple[str, ...] = ()
+    other_layers: int = 0
+    other_parameters: int = 0
+    has_exact_weights: bool = True
 
     @functools.cached_property
     def parameters(self) -> int:
         """All parameters."""
-        return sum(math.prod(shape) for shape in parameter_shapes(self.config).values())
+        return self.other_parameters + sum(math.prod(shape) for shape in parameter_shapes(self.config).values())
 
     @property
     def has_experts(self) -> bool:
@@ -205,7 +226,7 @@ def find_model(name: str) -> PlannedModel:
         path = path / "config.json"
     if path.is_file():
         raw = parse_json_object(read_text_file(path, "MODEL"), path, "give the config.json of a model")
-        return read_config_json(raw, name, str(path))
+        return read_config_json(raw, name, str(path), count_stored(path.parent))
     if short in CONFIGURATIONS:
         return dataclasses.replace(CONFIGURATIONS[short], name=name)
     if name == "testbed":
@@ -216,80 +237,113 @@ def find_model(name: str) -> PlannedModel:
     )
 
 
-def read_config_json(raw: Mapping[str, Any], name: str, source: str) -> PlannedModel:
+def count_stored(folder: Path) -> int | None:
+    """Counts the numbers in the safetensors of a folder; None where they are not all there."""
+    try:
+        return sum(math.prod(tensor.shape) for tensor in Directory(folder).tensors.values())
+    except KvjaxError:
+        return None
+
+
+def read_config_json(raw: Mapping[str, Any], name: str, source: str, num_stored: int | None = None) -> PlannedModel:
     """Reads a config.json; a family that kvjax cannot convert is read by the keys that most families share.
 
+    Args:
+      raw: config.json, as parsed.
+      name: the model as it was asked for.
+      source: the file.
+      num_stored: parameters of the checkpoint; None to estimate those of a family that kvjax cannot convert.
+
     Raises:
-      KvjaxError: a size is missing, or the model's cache is not one of keys and values of each layer's heads.
+      KvjaxError: a size is missing, the model's cache is not one of keys and values of heads, or a key may change what
+        it holds and is not understood.
     """
     if raw.get("model_type") in FAMILIES:
         config = hf_config.translate(raw)
         has_windows = any(kind.attention.rule.window is not None for kind in config.kinds)
         notes = [HOLDS_WINDOWS] * has_windows + [QUANTIZED] * bool(raw.get("quantization_config"))
         return PlannedModel(name, config, source, notes=tuple(notes))
-    text = raw.get("text_config")
-    raw = {**raw, **text} if isinstance(text, Mapping) else raw  # the decoder of a model that reads images, too
-    foreign = [key for key in ("kv_lora_rank", "linear_num_key_heads", "mamba_d_state", "state_size") if raw.get(key)]
-    if foreign:
-        raise KvjaxError(
-            f"{source} has {foreign[0]}: its cache does not hold keys and values of heads in each layer, and no method "
-            "of kvjax applies; plan for another model"
-        )
-
-    def read(*keys: str, default: int | None = None) -> int:
-        found = next((raw[key] for key in keys if raw.get(key) is not None), default)
-        if found is None:
-            raise KvjaxError(
-                f"{source} has no {keys[0]}; give the config.json of a decoder, as its makers published it"
-            )
-        return arguments.integer(f"{keys[0]} of {source}", found)
-
-    width, heads = read("hidden_size"), read("num_attention_heads")
-    layers = arguments.integer(f"num_hidden_layers of {source}", read("num_hidden_layers"), most=MOST_LAYERS)
-    experts = read("num_local_experts", "num_experts", "n_routed_experts", default=1)
-    window, types = raw.get("sliding_window"), raw.get("layer_types")
-    windows, pattern = (None,) * layers, raw.get("sliding_window_pattern")
-    if window is not None and isinstance(types, list) and len(types) == layers:
-        windows = tuple(window if kind == "sliding_attention" else None for kind in types)
-    elif window is not None and isinstance(pattern, int) and pattern > 0:
-        windows = tuple(None if (i + 1) % pattern == 0 else window for i in range(layers))
+    inner = cached_layers.find_decoder(raw)
+    if inner.get("model_type") in FAMILIES:
+        found = read_config_json(inner, name, source)
+        notes = (f"{NOT_CONVERTED} (model_type {raw.get('model_type')!r:.40}), and of its decoder alone", *found.notes)
+        return dataclasses.replace(found, notes=notes)
+    raw = cached_layers.unwrap(raw)
+    layers = cached_layers.read_layers(raw, source)
+    read = functools.partial(cached_layers.read_size, raw, source=source)
+    width, holding = read("width"), [i for i, layer in enumerate(layers) if layer.heads]
+    experts = next((x for key in EXPERT_COUNTS if is_integer(x := raw.get(key)) and x > 1), 1)
+    if False in (raw.get("is_moe"), raw.get("enable_moe_block")):
+        experts = 1
     has_bias = bool(raw.get("attention_bias"))
     is_gemma, is_gpt_oss = (str(raw.get("model_type")).startswith(family) for family in ("gemma", "gpt_oss"))
-    kv_heads, head_dim = read("num_key_value_heads", default=heads), read("head_dim", default=width // heads)
     has_qk_norm = "qwen3" in str(raw.get("model_type")) or str(raw.get("model_type")).startswith("gemma3")
     # An expert's width has a key of its own in families that also have layers without experts.
-    mlp_width = read("moe_intermediate_size", "intermediate_size") if experts > 1 else read("intermediate_size")
+    mlp_width = read("moe_intermediate_size", default=0) if experts > 1 else 0
+    widths = raw.get("intermediate_size")
+    if isinstance(widths, list) and widths and all(map(is_integer, widths)):
+        mlp_width = sum(widths) // len(widths)
+    mlp_width = mlp_width or read("mlp_width", default=4 * width)
+    if raw.get("block_auto_adjust_ff_dim"):  # LFM2: two thirds, as its MLP has three matrices in place of two
+        mlp_width = int((raw.get("block_ffn_dim_multiplier") or 1) * int(2 * mlp_width / 3))
+        mlp_width = math.ceil(mlp_width / (multiple := raw.get("block_multiple_of") or 1)) * multiple
     mixture = None
     if experts > 1:
-        mixture = Experts(experts, read("num_experts_per_tok", "experts_per_token", default=1), router_bias=is_gpt_oss)
-    different = tuple(dict.fromkeys(windows))
-    kinds = tuple(
-        LayerKind(
-            AttentionKind(
-                heads,
-                kv_heads,
-                head_dim,
-                Rope(head_dim // 2 * 2),
-                Rule(kind_window),
-                qk_norm="head" if has_qk_norm else "",
-                qkv_bias=has_bias,
-                out_bias=has_bias,
-                sinks=is_gpt_oss,
-            ),
-            MlpKind(mlp_width, bias=is_gpt_oss, experts=mixture),
-            norms="both" if is_gemma else "before",
+        drawn = next((x for key in EXPERTS_DRAWN if is_integer(x := raw.get(key))), 1)
+        mixture = Experts(experts, min(drawn, experts), router_bias=is_gpt_oss)
+    kinds = []
+    for layer in (layers[i] for i in holding):
+        attention = AttentionKind(
+            layer.heads,
+            layer.kv_heads,
+            layer.head_dim,
+            Rope(layer.head_dim // 2 * 2) if layer.head_dim > 1 else None,
+            Rule(layer.window),
+            layer.value_dim,
+            qk_norm="head" if has_qk_norm else "",
+            qkv_bias=has_bias,
+            out_bias=has_bias,
+            sinks=is_gpt_oss,
+            reads_layer=None if layer.reads is None else holding.index(layer.reads),
         )
-        for kind_window in different
-    )
+        mlp = MlpKind(mlp_width, bias=is_gpt_oss, experts=mixture)
+        kinds.append(LayerKind(attention, mlp, norms="both" if is_gemma else "before"))
+    different = tuple(dict.fromkeys(kinds))
     config = Config(
         read("vocab_size"),
         width,
-        kinds,
-        tuple(map(different.index, windows)),
-        max_positions=read("max_position_embeddings", default=131_072),
-        tie_embeddings=bool(raw.get("tie_word_embeddings", is_gemma)),
+        different,
+        tuple(map(different.index, kinds)),
+        max_positions=read("max_positions", default=131_072),
+        tie_embeddings=bool(raw.get("tie_word_embeddings", raw.get("tie_embedding", is_gemma))),
     )
+    others = [layer.kind for layer in layers if not layer.heads]
+    is_counted = num_stored is not None and not raw.get("quantization_config")
     notes = [f"{NOT_CONVERTED} (model_type {raw.get('model_type')!r:.40}), read by the keys that most families share"]
-    notes += [HOLDS_WINDOWS] * any(windows)
+    if others:
+        notes.append(f"{len(others)} of {len(layers)} layers hold no keys and values")
+    has_states = cached_layers.MIXER in others or any(cached_layers.STATES.fullmatch(key) and raw[key] for key in raw)
+    notes += [WITHOUT_STATES] * has_states + [HOLDS_WINDOWS] * any(layer.window for layer in layers)
+    notes.append(f"weights are those of the safetensors beside {source}" if is_counted else ESTIMATED)
     notes += [QUANTIZED] * bool(raw.get("quantization_config"))
-    return PlannedModel(name, config, source, tuple(notes))
+    if not any(raw.get(key) for key in cached_layers.SIZES["max_positions"]):
+        notes.append(f"it does not say how many positions it was trained for; {config.max_positions:,} are taken")
+    found = PlannedModel(name, config, source, tuple(notes), len(others), has_exact_weights=is_counted)
+    other_parameters = num_stored - found.parameters if is_counted else estimate_others(raw, config, others)
+    return dataclasses.replace(found, other_parameters=other_parameters)
+
+
+def estimate_others(raw: Mapping[str, Any], config: Config, others: Sequence[str]) -> int:
+    """Estimates the parameters that `config` lacks: of layers without keys and values, whose kinds `others` has."""
+    shapes = parameter_shapes(config)
+    mlp = sum(math.prod(shape) for path, shape in shapes.items() if path.startswith("layer_0/mlp/"))
+    is_ungated = UNGATED.fullmatch(str(raw.get("model_type"))) and raw.get("model_type") != "gpt_oss"
+    real_mlp = mlp * 2 // 3 if is_ungated else mlp
+    num_mixers, layers = others.count(cached_layers.MIXER), config.layers + len(others)
+    # Nemotron-H has one part in each layer; everywhere else an MLP follows.
+    num_mlps = others.count(cached_layers.MLP) if num_mixers < len(others) and not raw.get("block_configs") else layers
+    if str(raw.get("model_type")).startswith("zamba"):  # all layers that attend share a few
+        num_mlps = raw.get("num_mem_blocks") or 1
+    # A state-space layer projects to twice the width and back with a gate, a convolution or linear attention to once.
+    is_mamba = any("mamba" in key or key == "ssm_state_size" for key in raw)
+    return num_mixers * (6 if is_mamba else 4) * config.width**2 + num_mlps * real_mlp - config.layers * mlp

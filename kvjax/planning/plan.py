@@ -502,7 +502,8 @@ def count_weights(model: PlannedModel, dtype: str, num_devices: int, num_tokens:
         total += times * x.size * x.dtype.itemsize / parts
 
     jax.tree_util.tree_map_with_path(add, nn.unbox(params), axes)
-    return total
+    # How a program would divide what kvjax does not run is not known: evenly, as most matrices are.
+    return total + model.other_parameters * arguments.float_type(dtype).itemsize / num_devices
 
 
 def active_mlp_width(kind: LayerKind) -> int:
@@ -613,7 +614,7 @@ def estimate_step(setting: Setting, method: KVMethod, context: int, batch: int) 
         host_link=link / hardware.host_link,
         host_memory=host / hardware.host_bandwidth,
         collectives=collectives,
-        launches=c.layers * hardware.layer_seconds,
+        launches=(c.layers + model.other_layers) * hardware.layer_seconds,
         search=search,
     )
 

@@ -169,14 +169,15 @@ def write_notes(model: PlannedModel, plans: Sequence[Plan], options: Mapping[str
         notes.append(f"{context:,} tokens: {len(fitting)} of {display.count(len(own), 'method')} fit{answer}")
     active = "" if not model.has_experts else f", {model.active_parameters / 1e9:.1f}B of them for each token"
     notes += [
-        f"{model.name}: {model.parameters / 1e9:.2f}B parameters{active}, in {dtype}; {c.layers} layers, "
-        f"{c.describe_heads()}, {c.max_positions:,} positions ({model.source})",
+        f"{model.name}: {model.parameters / 1e9:.2f}B parameters{active}, in {dtype}; "
+        f"{c.layers + model.other_layers} layers, {c.describe_heads()}, {c.max_positions:,} positions ({model.source})",
         *model.notes,
         f"{h.name}: {h.memory_bytes / 1e9:.1f} GB, of which programs use {1 - RESERVED:.0%}, "
         f"{h.memory_bandwidth / 1e9:,.0f} GB/s, {h.flops / 1e12:,.1f} TFLOP/s, host link "
         f"{h.host_link / 1e9:,.0f} GB/s, {h.host_bytes / 1e9:,.0f} GB of host memory a device ({h.source})",
-        "GB are 10^9 bytes of one device, or of the host for it. Weights and caches are counted exactly, with all "
-        "slots; the work of a step and of reading the prompt by formula. A prompt is read "
+        "GB are 10^9 bytes of one device, or of the host for it. "
+        + ("Weights and caches are" if model.has_exact_weights else "Caches are")
+        + " counted exactly, with all slots; the work of a step and of reading the prompt by formula. A prompt is read "
         + ("all at once" if chunk is None else f"{chunk:,} tokens at a time")
         + ", beside the weights: exact keys and values, states, activations.",
         "Seconds are a roofline: bytes and operations over peak rates, copies from the host not overlapped"
