@@ -186,7 +186,8 @@ UNDERSTOOD = re.compile(
     r"|attention_hidden_size|hidden_size_per_layer_input|vocab_size_per_layer_input|keep_window_size|lm_head_\w+"
     # More than one token at a time, training, and what a program does around the decoder.
     r"|num_nextn_predict_layers|num_mtp_layers|mtp_\w+|chunk_size|mamba_chunk_size|chunk_size_feed_forward|time_step\w*"
-    r"|use_cache|cache_implementation|calc_logits_for_entire_prompt|output_(attentions|hidden_states)|tie_\w+|_attn_implementation\w*|attn_implementation"
+    r"|use_cache|cache_implementation|calc_logits_for_entire_prompt|output_(attentions|hidden_states)|tie_\w+"
+    r"|_?attn_implementation\w*"
     r"|\w*(image|vision|audio|video|speech)\w*|num_logits_to_keep|label2id|id2label|pruned_heads|prefix"
 )
 """Keys that `SUSPECT` finds and that do not change what a cache holds, or are read."""

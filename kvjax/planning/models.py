@@ -15,7 +15,7 @@ from typing import Any
 
 from checkpoints_convert import hf_config
 from checkpoints_convert.families import FAMILIES
-from checkpoints_convert.hf_config import is_integer
+from checkpoints_convert.hf_config import is_integer, is_number
 from checkpoints_convert.source import Directory
 from kvjax.core.attention import Rule
 from kvjax.core.rope import Rope, RopeScaling, yarn_scaling
@@ -258,13 +258,13 @@ def read_config_json(raw: Mapping[str, Any], name: str, source: str, num_stored:
       KvjaxError: a size is missing, the model's cache is not one of keys and values of heads, or a key may change what
         it holds and is not understood.
     """
-    if raw.get("model_type") in FAMILIES:
+    if str(raw.get("model_type")) in FAMILIES:
         config = hf_config.translate(raw)
         has_windows = any(kind.attention.rule.window is not None for kind in config.kinds)
         notes = [HOLDS_WINDOWS] * has_windows + [QUANTIZED] * bool(raw.get("quantization_config"))
         return PlannedModel(name, config, source, notes=tuple(notes))
     inner = cached_layers.find_decoder(raw)
-    if inner.get("model_type") in FAMILIES:
+    if str(inner.get("model_type")) in FAMILIES:
         found = read_config_json(inner, name, source)
         notes = (f"{NOT_CONVERTED} (model_type {raw.get('model_type')!r:.40}), and of its decoder alone", *found.notes)
         return dataclasses.replace(found, notes=notes)
@@ -285,8 +285,9 @@ def read_config_json(raw: Mapping[str, Any], name: str, source: str, num_stored:
         mlp_width = sum(widths) // len(widths)
     mlp_width = mlp_width or read("mlp_width", default=4 * width)
     if raw.get("block_auto_adjust_ff_dim"):  # LFM2: two thirds, as its MLP has three matrices in place of two
-        mlp_width = int((raw.get("block_ffn_dim_multiplier") or 1) * int(2 * mlp_width / 3))
-        mlp_width = math.ceil(mlp_width / (multiple := raw.get("block_multiple_of") or 1)) * multiple
+        factor, multiple = raw.get("block_ffn_dim_multiplier"), read("block_multiple_of", default=1)
+        mlp_width = int((factor if is_number(factor) else 1) * int(2 * mlp_width / 3))
+        mlp_width = max(math.ceil(mlp_width / multiple), 1) * multiple
     mixture = None
     if experts > 1:
         drawn = next((x for key in EXPERTS_DRAWN if is_integer(x := raw.get(key))), 1)
@@ -343,7 +344,7 @@ def estimate_others(raw: Mapping[str, Any], config: Config, others: Sequence[str
     # Nemotron-H has one part in each layer; everywhere else an MLP follows.
     num_mlps = others.count(cached_layers.MLP) if num_mixers < len(others) and not raw.get("block_configs") else layers
     if str(raw.get("model_type")).startswith("zamba"):  # all layers that attend share a few
-        num_mlps = raw.get("num_mem_blocks") or 1
+        num_mlps = x if is_integer(x := raw.get("num_mem_blocks")) else 1
     # A state-space layer projects to twice the width and back with a gate, a convolution or linear attention to once.
     is_mamba = any("mamba" in key or key == "ssm_state_size" for key in raw)
     return num_mixers * (6 if is_mamba else 4) * config.width**2 + num_mlps * real_mlp - config.layers * mlp
