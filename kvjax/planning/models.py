@@ -285,12 +285,13 @@ def read_config_json(raw: Mapping[str, Any], name: str, source: str, num_stored:
         mlp_width = sum(widths) // len(widths)
     mlp_width = mlp_width or read("mlp_width", default=4 * width)
     if raw.get("block_auto_adjust_ff_dim"):  # LFM2: two thirds, as its MLP has three matrices in place of two
-        factor, multiple = raw.get("block_ffn_dim_multiplier"), read("block_multiple_of", default=1)
+        factor: Any = raw.get("block_ffn_dim_multiplier")
+        multiple = read("block_multiple_of", default=1)
         mlp_width = int((factor if is_number(factor) else 1) * int(2 * mlp_width / 3))
         mlp_width = max(math.ceil(mlp_width / multiple), 1) * multiple
     mixture = None
     if experts > 1:
-        drawn = next((x for key in EXPERTS_DRAWN if is_integer(x := raw.get(key))), 1)
+        drawn: Any = next((x for key in EXPERTS_DRAWN if is_integer(x := raw.get(key))), 1)
         mixture = Experts(experts, min(drawn, experts), router_bias=is_gpt_oss)
     kinds = []
     for layer in (layers[i] for i in holding):
@@ -319,7 +320,9 @@ def read_config_json(raw: Mapping[str, Any], name: str, source: str, num_stored:
         tie_embeddings=bool(raw.get("tie_word_embeddings", raw.get("tie_embedding", is_gemma))),
     )
     others = [layer.kind for layer in layers if not layer.heads]
-    is_counted = num_stored is not None and not raw.get("quantization_config")
+    if raw.get("quantization_config"):  # several numbers are stored as one
+        num_stored = None
+    is_counted = num_stored is not None
     notes = [f"{NOT_CONVERTED} (model_type {raw.get('model_type')!r:.40}), read by the keys that most families share"]
     if others:
         notes.append(f"{len(others)} of {len(layers)} layers hold no keys and values")
@@ -330,8 +333,9 @@ def read_config_json(raw: Mapping[str, Any], name: str, source: str, num_stored:
     if not any(raw.get(key) for key in cached_layers.SIZES["max_positions"]):
         notes.append(f"it does not say how many positions it was trained for; {config.max_positions:,} are taken")
     found = PlannedModel(name, config, source, tuple(notes), len(others), has_exact_weights=is_counted)
-    other_parameters = num_stored - found.parameters if is_counted else estimate_others(raw, config, others)
-    return dataclasses.replace(found, other_parameters=other_parameters)
+    if num_stored is None:
+        return dataclasses.replace(found, other_parameters=estimate_others(raw, config, others))
+    return dataclasses.replace(found, other_parameters=num_stored - found.parameters)
 
 
 def estimate_others(raw: Mapping[str, Any], config: Config, others: Sequence[str]) -> int:

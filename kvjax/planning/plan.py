@@ -379,13 +379,13 @@ def find_largest_context(setting: Setting, method: KVMethod, context: int, batch
         except KvjaxError:  # a method may refuse prompts that are shorter than what it keeps, or too long for its table
             return -1.0 if tokens < context else 1.0
 
-    high = most
-    for step in (1024, 64, 1) if most >= 32_768 else (64, 1):
-        low = min(step, high)
-        at_low, at_high = excess(low), excess(high)
-        if at_low <= 0:
-            break
-        high = low
+    step = 1024 if most >= 32_768 else 64
+    low, high = min(step, most), most
+    at_low, at_high = excess(low), excess(high)
+    while at_low > 0 and step > 1:
+        step = 64 if step > 64 else 1
+        low, high, at_high = min(step, low), low, at_low
+        at_low = excess(low)
     if at_high <= 0 or at_low > 0:
         return high if at_high <= 0 else 0
     rounds = 0

@@ -264,7 +264,7 @@ def test_where_no_method_fits_the_nearest_is_named_and_its_remedies_work(options
             assert all(p["fits"] for p in followed["plans"]), remedy
     assert cli.main([*command, "--plot", str(picture)]) == 0
     out = capsys.readouterr().out
-    assert picture.stat().st_size > 5_000 and out.count("smollm2 on l4") == len(contexts) and " over" in out
+    assert picture.stat().st_size > 5_000 and out.count("smollm2 on ") == len(contexts) and " over" in out
 
 
 def test_a_plan_of_refused_methods_alone_says_why(tmp_path, capsys):
@@ -276,7 +276,7 @@ def test_a_plan_of_refused_methods_alone_says_why(tmp_path, capsys):
 
 
 def test_the_largest_context_is_one_that_the_method_serves():
-    """Below 1,024 tokens the steps are finer; prompts that are too short for a method are no answer."""
+    """Below 1,024 tokens the steps are finer."""
     model = PlannedModel("toy", dataclasses.replace(CONFIG, max_positions=65_536), "of the tests")
     setting = Setting(model, DEVICE, (1, 1), "float32", 0, None, 0.0)
     full, snapkv = kvjax.parse("full"), kvjax.parse("snapkv:budget=900,window=800")
@@ -284,7 +284,8 @@ def test_the_largest_context_is_one_that_the_method_serves():
     tight = dataclasses.replace(setting, hardware=dataclasses.replace(DEVICE, memory_bytes=bytes_at_700))
     found = find_largest_context(tight, full, 2048, 1)
     assert count_need(tight, full, found, 1).device <= bytes_at_700 < count_need(tight, full, found + 64, 1).device
-    assert find_largest_context(tight, snapkv, 2048, 1) == 0
+    served = find_largest_context(tight, snapkv, 2048, 1)
+    assert served > 0 and count_need(tight, snapkv, served, 1).device <= bytes_at_700
 
 
 def test_layers_on_a_line_are_planned_as_if_all_were_traced():
