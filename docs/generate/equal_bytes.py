@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from experiments.equal_bytes import FULL, RESULTS
-from kvjax.eval.page.summary import mean_error
+from kvjax.eval.page.intervals import Interval, mean_interval, paired_interval, score_interval
 from kvjax.registry.strings import parse_parts
 
 PAGES = {RESULTS: "equal_bytes", RESULTS.with_name("equal_bytes.smollm2.json"): "equal_bytes.smollm2"}
@@ -72,36 +72,39 @@ class Result:
         by_seed = self.document["scores"].get(method, {}).get(task, {})
         return np.concatenate([by_seed[seed] for seed in sorted(by_seed)]) if by_seed else np.zeros(0)
 
-    def score(self, method: str, task: str) -> tuple[float | None, float | None]:
-        """(percent right, or bits per byte above the full cache's; the standard error over contexts)."""
+    def score(self, method: str, task: str) -> tuple[float | None, Interval | None]:
+        """(percent right, or bits per byte above the full cache's; the 95% interval over contexts)."""
         values = self.contexts(method, task)
         if not len(values):
             return None, None
-        return mean_error(self.differences(method, task) if task in BIT_TASKS else 100 * values)
+        if task not in BIT_TASKS:
+            return float(100 * values.mean()), _in_percent(score_interval(values))
+        mean, interval = self.difference(method, task)
+        return mean, None if method == FULL else interval
 
     def counts(self) -> str:
         """The number of contexts of each task, in words."""
         return ", ".join(f"{len(self.contexts(FULL, task))} of {TITLES[task]}" for task in self.document["tasks"])
 
-    def differences(self, method: str, task: str) -> np.ndarray:
-        """A method's scores minus the full cache's, by context: percentage points, or bits per byte."""
-        found = self.contexts(method, task) - self.contexts(FULL, task)
-        return found if task in BIT_TASKS else 100 * found
+    def difference(self, method: str, task: str) -> tuple[float, Interval | None]:
+        """(a method's mean score minus the full cache's, percentage points or bits per byte; its 95% interval)."""
+        own, full = self.contexts(method, task), self.contexts(FULL, task)
+        if task in BIT_TASKS:
+            return float((own - full).mean()), mean_interval(own - full)
+        return float(100 * (own - full).mean()), _in_percent(paired_interval(own, full))
 
 
-def bootstrap_interval(values: np.ndarray) -> tuple[float, float]:
-    """The 95% bootstrap interval of the mean, from 10,000 resamples of the contexts."""
-    drawn = np.random.default_rng(0).integers(0, len(values), (10_000, len(values)))
-    low, high = np.percentile(values[drawn].mean(1), (2.5, 97.5))
-    return float(low), float(high)
+def _in_percent(interval: Interval) -> Interval:
+    return Interval(100 * interval.low, 100 * interval.high)
 
 
-def format_score(task: str, score: float | None, error: float | None = None) -> str:
-    """A score with its error, for a cell."""
+def format_score(task: str, score: float | None, interval: Interval | None = None) -> str:
+    """A score with its interval, for a cell."""
     if score is None:
         return ""
-    form = "{:+.3f}" if task in BIT_TASKS else "{:.1f}"
-    return form.format(score) + (f" ±{form.format(error).lstrip('+')}" if error is not None else "")
+    form, end = ("{:+.3f}", "{:+.3f}") if task in BIT_TASKS else ("{:.1f}", "{:.0f}")
+    ends = "" if interval is None else f" ({end.format(interval.low)} to {end.format(interval.high)})"
+    return form.format(score) + ends
 
 
 def short_name(settings: str) -> str:
@@ -120,12 +123,13 @@ def family_table(result: Result, task: str) -> str:
 
 def _best(result: Result, task: str, points: Sequence[Mapping[str, Any]]) -> str:
     found = [(result.score(p["method"], task), p) for p in points]
-    found = [((score, error), p) for (score, error), p in found if score is not None]
+    found = [((score, interval), p) for (score, interval), p in found if score is not None]
     if not found:
         return ""
-    (score, error), best = max(found, key=lambda f: -f[0][0] if task in BIT_TASKS else f[0][0])
+    (score, interval), best = max(found, key=lambda f: -f[0][0] if task in BIT_TASKS else f[0][0])
     middle = statistics.median(score for (score, _), _ in found)
-    return f"**{format_score(task, score, error)}** {short_name(best['settings'])}; median {format_score(task, middle)}"
+    text = format_score(task, score, interval)
+    return f"**{text}** {short_name(best['settings'])}; median {format_score(task, middle)}"
 
 
 def fraction_table(result: Result, fraction: str) -> str:
@@ -148,15 +152,14 @@ def difference_table(result: Result, fraction: str) -> str:
     lines = [f"| method | {' | '.join(TITLES[task] for task in tasks)} |", "|---|" + "---:|" * len(tasks)]
     for family in result.families:
         for point in result.points(family, fraction):
-            cells = [_difference(task, result.differences(point["method"], task)) for task in tasks]
+            cells = [_difference(task, *result.difference(point["method"], task)) for task in tasks]
             lines.append(f"| `{point['method']}` | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def _difference(task: str, values: np.ndarray) -> str:
+def _difference(task: str, mean: float, interval: Interval | None) -> str:
     form = "{:+.3f}" if task in BIT_TASKS else "{:+.1f}"
-    low, high = map(form.format, bootstrap_interval(values))
-    return f"{form.format(values.mean())} ({low} to {high})"
+    return form.format(mean) + ("" if interval is None else " ({} to {})".format(*map(form.format, interval)))
 
 
 def too_large_section(result: Result) -> str:
@@ -218,7 +221,7 @@ def _panel(result: Result, family: str, task: str, ax: Any) -> None:
                 continue
             style = {"marker": MARKERS[i % len(MARKERS)], "color": f"C{i % 10}", "markersize": 5, "linewidth": 1.2}
             ax.errorbar(
-                curve.fractions, curve.scores, curve.errors, label=curve.name, elinewidth=0.7, alpha=0.9, **style
+                curve.fractions, curve.scores, curve.reaches, label=curve.name, elinewidth=0.7, alpha=0.9, **style
             )
 
 
@@ -228,7 +231,7 @@ class Curve(NamedTuple):
     name: str
     fractions: tuple[float, ...]  # of the full cache's bytes, as measured
     scores: tuple[float, ...]
-    errors: tuple[float, ...]
+    reaches: np.ndarray  # [2 n], how far each interval reaches below and above
 
 
 def _curves(result: Result, family: str, task: str) -> list[Curve]:
@@ -239,12 +242,13 @@ def _curves(result: Result, family: str, task: str) -> list[Curve]:
         sizes = {p["method"]: p["device_bytes"] for p in result.points(family) if p["settings"] == settings}
         measured = []
         for method, size in sizes.items():
-            score, error = result.score(method, task)
+            score, interval = result.score(method, task)
             if score is not None:
-                measured.append((size / result.document["full_bytes"], score, error))
+                low, high = interval or (score, score)
+                measured.append((size / result.document["full_bytes"], score, score - low, high - score))
         if measured:
-            fractions, scores, errors = zip(*sorted(measured), strict=True)
-            curves.append(Curve(short_name(settings), fractions, scores, errors))
+            fractions, scores, *reaches = zip(*sorted(measured), strict=True)
+            curves.append(Curve(short_name(settings), fractions, scores, np.array(reaches)))
     return curves
 
 
@@ -287,7 +291,7 @@ tokens.
 - **Questions** are asked after the context was compressed, except the first of a conversation, which ends the prompt:
   *later questions* are those after it. **Text** is bits per byte above the full cache's.
 - **Contexts**: {result.counts()}, of {len(document["seeds"])} seeds together; the windows of text are the same for all
-  seeds. Errors are standard errors over contexts, of text those of paired differences.
+  seeds. In brackets are 95% intervals over contexts: Wilson's, and of text Student's of paired differences.
 - **Machine**: {machine["processor"]}, {machine["cores"]} cores, JAX {machine["jax"]}.
 {picture}
 ## Which family where
@@ -302,8 +306,8 @@ The table has the best method of each family, a maximum that is biased upwards, 
 
 ## Differences from the full cache
 
-Differences are paired by context: percentage points, or bits per byte. In brackets are 95% bootstrap intervals of the
-mean, from 10,000 resamples of the contexts.
+Differences are paired by context: percentage points, or bits per byte. In brackets are 95% intervals: Newcombe's for
+paired proportions (method 10), and of text Student's.
 
 {by_difference}
 {too_large_section(result)}{unmeasured_section(result)}"""

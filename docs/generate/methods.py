@@ -168,8 +168,8 @@ def _describe_run(result: Result) -> str:
     return (
         f"Model `{document['model']}`, computed in {document['computed_in']}; {document['length']:,} tokens, seeds "
         f"{seeds}, contexts: {result.counts()}. Questions are percent right, asked after the context was compressed; "
-        "texts are bits per byte above `full`; errors are standard errors over contexts. Device and host are fractions "
-        f"of the exact cache's bytes, both in bfloat16. {machine['processor']}, JAX {machine['jax']}."
+        "texts are bits per byte above `full`; in brackets are 95% intervals over contexts. Device and host are "
+        f"fractions of the exact cache's bytes, both in bfloat16. {machine['processor']}, JAX {machine['jax']}."
     )
 
 

@@ -130,7 +130,7 @@ def test_a_page_has_what_a_real_model_did_under_its_method_with_bytes_in_bfloat1
         for method in new:
             device, host = result.document["bfloat16"][method]
             score = result.contexts(method, result.document["tasks"][0])
-            row = f"| `{method}` | {device:.1%} | {host:.1%} | {100 * score.mean():.1f} ±"
+            row = f"| `{method}` | {device:.1%} | {host:.1%} | {100 * score.mean():.1f} ("
             in_it = name in [part.name for part in parse_parts(method)]
             assert (row in page) == in_it, method
             has_row |= in_it

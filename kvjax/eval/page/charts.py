@@ -21,7 +21,11 @@ MARKERS = ("s", "^", "D", "v", "P", "X", "<")  # 6 colors x 7 markers: 42 method
 MAP = LinearSegmentedColormap.from_list("needles", ["#0b2545", "#3b6ea5", "#dceaf7"])  # one hue, by lightness
 PERCENT = FuncFormatter(lambda x, _: f"{100 * x:.0f}")
 SCORE_LABEL = "score, 0 to 100"
-MEASURE_LABELS = {"score": SCORE_LABEL, "bits": "bits per byte (less is better)"}
+MEASURE_LABELS = {
+    "score": SCORE_LABEL,
+    "bits": "bits per byte (less is better)",
+    "bits_above_full": "bits per byte above full (less is better)",
+}
 BYTES_LABEL = "bytes on the device, % of the exact cache's, both in bfloat16"
 MOST_MAP_DEPTHS, MOST_CELLS_WITH_NUMBERS = 12, 40
 
@@ -119,7 +123,7 @@ def turn_panels(rows: Sequence[Row], styles: dict[str, Style]) -> list[Panel]:
                 color = styles[r["method"]].color
                 for shift, name, alpha in ((-0.19, "first", 0.4), (0.19, "later", 1)):
                     ax.barh(i + shift, r[name], 0.36, color=color, alpha=alpha)
-                    ax.errorbar(r[name], i + shift, xerr=r[f"{name}_error"] or 0, color=INK, elinewidth=0.8)
+                    ax.errorbar(r[name], i + shift, xerr=_error_bars([r], name), color=INK, elinewidth=0.8)
             ax.set_yticks(range(len(own)), [wrap_method(r["method"], 24) for r in own], fontsize=7.5)
             ax.set_ylim(len(own) - 0.4, -0.6)
             ax.set_xlim(0, 1.04)
@@ -191,22 +195,35 @@ def _heat_map(task: str, method: str, grid: dict, depths: list[float], lengths: 
 
 
 def _split_by_measure(rows: Sequence[Row]) -> list[tuple[str, str, list[Row]]]:
-    """(family, "score" or "bits", its rows), without empty ones."""
-    pairs = ((f, m) for f in summary.distinct_values(rows, "task") for m in ("score", "bits"))
-    parts = ((f, m, [r for r in rows if r["task"] == f and r[m] is not None]) for f, m in pairs)
-    return [part for part in parts if part[2]]
+    """(family, measure, its rows), without empty ones; the measure of text is its loss against `full` where known.
+
+    Texts differ far more than methods do on one text: only differences on the same texts have small intervals.
+    """
+    parts = []
+    for family in summary.distinct_values(rows, "task"):
+        own = [r for r in rows if r["task"] == family]
+        if scored := [r for r in own if r["score"] is not None]:
+            parts.append((family, "score", scored))
+        if texts := [r for r in own if r["bits"] is not None]:
+            is_paired = all(r["bits_above_full"] is not None for r in texts)
+            parts.append((family, "bits_above_full" if is_paired else "bits", texts))
+    return parts
 
 
 def _format_value(row: Row, measure: str) -> str:
-    text, error = summary.format_value(row[measure], measure), row[f"{measure}_error"]
-    return text if error is None else f"{text} ± {summary.format_value(error, measure)}"
+    return f"{summary.format_value(row[measure], measure)} {summary.format_interval(row, measure)}".rstrip()
+
+
+def _error_bars(rows: Sequence[Row], measure: str) -> np.ndarray:
+    """How far the 95% intervals reach below and above, [2 n]; 0 where there is none."""
+    ends = [summary.interval_of(r, measure) or (r[measure], r[measure]) for r in rows]
+    return np.array([(r[measure] - low, high - r[measure]) for r, (low, high) in zip(rows, ends, strict=True)]).T
 
 
 def _draw_points(ax: Axes, rows: Sequence[Row], x: str, measure: str, style: Style) -> None:
     """Draws one method's points against the field `x`; several are joined by a line."""
     at, y = [r[x] for r in rows], [r[measure] for r in rows]
-    error = [r[f"{measure}_error"] or 0 for r in rows]
-    ax.errorbar(at, y, error, fmt="none", ecolor=style.color, elinewidth=1, alpha=0.6, zorder=2)
+    ax.errorbar(at, y, _error_bars(rows, measure), fmt="none", ecolor=style.color, elinewidth=1, alpha=0.6, zorder=2)
     # Lengths of one method are a series; methods at one length are not.
     if x == "length":
         ax.plot(at, y, color=style.color, linewidth=1, alpha=0.7, zorder=2)

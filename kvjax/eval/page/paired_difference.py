@@ -1,13 +1,12 @@
-"""Two methods on the same cases: their difference, its error, and the verdict that it allows.
+"""Two methods on the same cases: their difference, its 95% interval, and the verdict that it allows.
 
-Differences are taken case by case, averaged per task and length, and then over these; the error is that of this mean,
-for fixed tasks and random cases.
+Differences are taken case by case, averaged per task and length, and then over these; the interval is that of this
+mean, for fixed tasks and random cases.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -16,26 +15,32 @@ import numpy as np
 from kvjax.cache.protocol import Traits
 from kvjax.errors import KvjaxError
 from kvjax.eval.page import summary
+from kvjax.eval.page.intervals import CONFIDENCE, Interval, average_interval, mean_interval, paired_interval
 from kvjax.eval.page.summary import Record
 from kvjax.registry.registration import Part
 from kvjax.registry.strings import parse, split_methods
 
 SHOWN, NOT_SHOWN, WITHIN, NOT_RUN = "shown", "not shown", "within the error", "not in this run"
 NEAR_LOSS = 0.02  # a loss below this, in score or in bits per byte, counts as near
-NUM_ERRORS = 2  # standard errors that a difference has to exceed
 TOLERATED_LOSS = 0.05  # in score or in bits per byte: the most that a method of the page's headline may lose
-ENOUGH_CONTEXTS = 16  # with fewer, a method that fails one in ten shows no failure in more than one run of six
+ENOUGH_CONTEXTS = 16  # of a task of the headline; with fewer a method that is right in all may lose 20 points
 
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """`mean` = `left` - `right`, its standard error (None with a single case), and over how many cases."""
+    """`mean` = `left` - `right`, its 95% interval (None: bits of a single case), and over how many cases."""
 
     mean: float
-    error: float | None
+    low: float | None
+    high: float | None
     left: float
     right: float
     cases: int
+
+    def reverse(self) -> Difference:
+        """Returns right - left."""
+        low, high = (None if x is None else -x for x in (self.high, self.low))
+        return Difference(-self.mean, low, high, self.right, self.left, self.cases)
 
 
 Value = Callable[[Record], float | None]
@@ -56,6 +61,9 @@ def later_gain(record: Record) -> float | None:
     split = summary.first_later(record) if record.get("turns") else None
     return split[1] - split[0] if split else None
 
+
+RANGES: dict[Value, tuple[float, float] | None] = {bits: None, later_gain: (-1, 1)}
+"""Between which ends the values of a measure lie, None for no ends; of all others between 0 and 1."""
 
 MEASURES: tuple[tuple[str, Value], ...] = (("score", score), ("bits per byte", bits))
 LATER = "score, later - first question"
@@ -110,36 +118,42 @@ class RecordedRun:
             return None
         pairs = [np.array(stratum) for stratum in strata.values()]  # [n 2]: the two methods' values of n cases
         left, right = np.mean([p.mean(0) for p in pairs], 0)
-        gaps = [p[:, 0] - p[:, 1] for p in pairs]
-        num_cases = sum(map(len, gaps))
-        if min(map(len, gaps)) > 1:
-            error = math.sqrt(sum(g.var(ddof=1) / len(g) for g in gaps)) / len(gaps)
+        num_cases, limits = sum(map(len, pairs)), RANGES.get(value, (0, 1))
+        means = [float(x) for x in (p[:, 0].mean() - p[:, 1].mean() for p in pairs)]
+        if limits is not None:
+            least, width = limits[0], limits[1] - limits[0]
+            ends = [paired_interval(*((p - least) / width).T) for p in pairs]
+            interval = average_interval(means, [Interval(width * low, width * high) for low, high in ends])
+        elif min(map(len, pairs)) > 1:
+            interval = average_interval(means, [mean_interval(p[:, 0] - p[:, 1]) for p in pairs])
         else:
             # A stratum of a single case has no spread of its own, so all gaps are pooled.
-            pooled = np.concatenate(gaps)
-            error = float(pooled.std(ddof=1)) / math.sqrt(num_cases) if num_cases > 1 else None
-        return Difference(float(left - right), error, float(left), float(right), num_cases)
+            gaps = np.concatenate([p[:, 0] - p[:, 1] for p in pairs])
+            shift, pooled = float(left - right - gaps.mean()), mean_interval(gaps)
+            interval = pooled and Interval(pooled.low + shift, pooled.high + shift)
+        low, high = (None, None) if interval is None else interval
+        return Difference(float(left - right), low, high, float(left), float(right), num_cases)
 
 
 def judge_better(d: Difference) -> str:
     """Returns the verdict on "left is better than right"."""
-    if d.error is None or abs(d.mean) <= NUM_ERRORS * d.error:
+    if d.low is None or d.high is None or d.low <= 0 <= d.high:
         return WITHIN
     return SHOWN if d.mean > 0 else NOT_SHOWN
 
 
 def judge_near(d: Difference) -> str:
     """Returns the verdict on "left loses less than NEAR_LOSS against right"."""
-    if d.error is None:
+    if d.low is None or d.high is None:
         return WITHIN
-    if -d.mean + NUM_ERRORS * d.error <= NEAR_LOSS:
+    if d.low >= -NEAR_LOSS:
         return SHOWN
-    return NOT_SHOWN if -d.mean - NUM_ERRORS * d.error > NEAR_LOSS else WITHIN
+    return NOT_SHOWN if d.high < -NEAR_LOSS else WITHIN
 
 
 def keeps_up(d: Difference) -> bool:
     """Whether enough contexts show that left loses at most TOLERATED_LOSS against right."""
-    return d.cases >= ENOUGH_CONTEXTS and d.error is not None and -d.mean + NUM_ERRORS * d.error <= TOLERATED_LOSS
+    return d.cases >= ENOUGH_CONTEXTS and d.low is not None and d.low >= -TOLERATED_LOSS
 
 
 def format_number(x: float, measure: str) -> str:
@@ -149,10 +163,12 @@ def format_number(x: float, measure: str) -> str:
 
 
 def format_difference(d: Difference, measure: str) -> str:
-    """Formats left - right as it is read (bits per byte: less is better), with its error."""
-    mean = -d.mean if measure.startswith("bits") else d.mean
-    error = "" if d.error is None else f" ± {format_number(d.error, measure)}"
-    return ("+" if mean >= 0 else "") + format_number(mean, measure) + error
+    """Formats left - right as it is read (bits per byte: less is better), with its interval."""
+    read = d.reverse() if measure.startswith("bits") else d
+    mean, *ends = (
+        ("+" if x >= 0 else "") + format_number(x, measure) for x in (read.mean, read.low, read.high) if x is not None
+    )
+    return f"{mean} ({ends[0]} to {ends[1]})" if ends else mean
 
 
 def describe_difference(d: Difference, measure: str, verdict: str) -> str:
@@ -162,14 +178,27 @@ def describe_difference(d: Difference, measure: str, verdict: str) -> str:
     is_level = measure != LATER and not measure.startswith("bits")  # a score, which can be near its ends
     if verdict == SHOWN:
         reason = ""
-    elif d.error is None:
-        reason = "; a single context has no error"
+    elif d.low is None:
+        reason = "; a single context has no interval"
     elif is_level and min(d.left, d.right) > 0.97:
         reason = "; both near 100, so these tasks do not tell them apart"
     elif is_level and max(d.left, d.right) < 0.03:
         reason = "; both near 0, so these tasks do not tell them apart"
-    elif not d.mean and not d.error:
+    elif d.low == d.high == 0:
         reason = "; the same in every context"
     else:
         reason = "; too few contexts to tell" if verdict == WITHIN else "; the run says the opposite"
     return f"{left} against {right}: {format_difference(d, measure)} {unit}, {d.cases:,} contexts{reason}"
+
+
+def describe_loss(d: Difference, measure: str) -> str:
+    """Says what was seen of left and right, and the largest loss that this leaves open."""
+    is_text = measure.startswith("bits")
+    left, right = (format_number(-x if is_text else x, measure) for x in (d.left, d.right))
+    seen = f"{left} against {right} in {d.cases:,} contexts"
+    if not is_text and d.left == d.right == 1:
+        seen = f"{d.cases:,} of {d.cases:,} right, like the exact cache"
+    if d.low is None:
+        return seen
+    loss, unit = format_number(max(-d.low, 0.0), measure), "bits per byte" if is_text else "points"
+    return f"{seen}; the loss is at most {loss} {unit} with {CONFIDENCE:.0%} confidence"

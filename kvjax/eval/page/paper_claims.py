@@ -139,7 +139,7 @@ def _later_questions(run: RecordedRun, evicts: bool) -> Iterator[Finding]:
         is_meant = m.traits.evicts if evicts else m.traits.host and not m.traits.evicts
         if run.full and is_meant and (d := run.difference(name, run.full, later_gain)):
             # The claim about eviction is a loss, so the sign turns.
-            verdict = judge_better(dataclasses.replace(d, mean=-d.mean)) if evicts else judge_near(d)
+            verdict = judge_better(d.reverse()) if evicts else judge_near(d)
             yield _finding(name, run.full, LATER, verdict, d)
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvjax.eval.page import paired_difference, paper_claims, plots, summary
+from kvjax.eval.page import intervals, paired_difference, paper_claims, plots, summary
 from kvjax.eval.page.paired_difference import Difference
 from kvjax.eval.page.summary import Record, Row
 from kvjax.eval.run import store
@@ -73,7 +74,7 @@ def render(records: Sequence[Record], run: Mapping[str, Any]) -> str:
         scale=plots.COLOR_SCALE,
         findings=list(claims.items()),
         limits={
-            "errors": paired_difference.NUM_ERRORS,
+            "confidence": f"{100 * intervals.CONFIDENCE:.0f}%",
             "near": f"{100 * paired_difference.NEAR_LOSS:.0f}",
             "near_bits": paired_difference.NEAR_LOSS,
             "loss": f"{100 * paired_difference.TOLERATED_LOSS:.0f}",
@@ -94,6 +95,8 @@ def headline(rows: Sequence[Row], records: Sequence[Record], run: Mapping[str, A
       exact: the exact method's name, or None.
       fewest: pairs (memory, by method the tasks in which it takes the fewest bytes and keeps up with the exact one),
         empty where no task has enough contexts to tell.
+      closest: of each task with enough contexts where no other method is shown to keep up with the exact one, the
+        method with the smallest bound on its loss, and what was seen of it.
     """
     answered = [r for r in rows if r["task"] != summary.SPEED]
     methods, tasks = (summary.distinct_values(answered, f) for f in ("method", "task"))
@@ -112,7 +115,8 @@ def headline(rows: Sequence[Row], records: Sequence[Record], run: Mapping[str, A
     sizes = (("on the device", together[:1]), ("on device and host together", together))
     chosen = summary.at_length(rows, main)
     fewest = [(where, found) for where, fields in sizes if (found := _fewest_bytes(chosen, recorded, fields))]
-    return {"what": what, "length": main, "exact": recorded.full, "fewest": fewest}
+    closest = _closest_methods(chosen, recorded)
+    return {"what": what, "length": main, "exact": recorded.full, "fewest": fewest, "closest": closest}
 
 
 def _fewest_bytes(
@@ -123,22 +127,43 @@ def _fewest_bytes(
     def size(r: Row) -> float:
         return sum(r[f] or 0 for f in fields)
 
-    full = run.full
-    if full is None:
-        return []
     fewest: dict[str, list[str]] = {}
-    for task in summary.distinct_values(rows, "task"):
+    for task, against in _differences_to_full(rows, run).items():
         own = {r["method"]: size(r) for r in rows if r["task"] == task and r["device_percent"] is not None}
-        against: dict[str, Difference] = {}  # each method minus the exact one, in the first measure that the task has
-        for method in own.keys() & run.cases.keys() - {full}:
-            differences = (run.difference(method, full, value, task) for _, value in paired_difference.MEASURES)
-            if d := next(filter(None, differences), None):
-                against[method] = d
-        if any(d.cases >= paired_difference.ENOUGH_CONTEXTS for d in against.values()):
-            good = [m for m in own if m == full or (m in against and paired_difference.keeps_up(against[m]))]
-            fewest.setdefault(min(good, key=own.__getitem__), []).append(task)
+        keeping_up = [m for m, (d, _) in against.items() if paired_difference.keeps_up(d)]
+        good = [m for m in own if m == run.full or m in keeping_up]
+        fewest.setdefault(min(good, key=own.__getitem__), []).append(task)
     mean = {m: summary.mean_error(size(r) for r in rows if r["method"] == m)[0] for m in fewest}
     return [{"method": m, "tasks": tasks, "percent": mean[m]} for m, tasks in fewest.items()]
+
+
+def _closest_methods(rows: Sequence[Row], run: paired_difference.RecordedRun) -> list[dict[str, str]]:
+    found = []
+    for task, against in _differences_to_full(rows, run).items():
+        if not any(paired_difference.keeps_up(d) for d, _ in against.values()):
+            lows = {m: -math.inf if d.low is None else d.low for m, (d, _) in against.items()}
+            closest = max(lows, key=lows.__getitem__)  # of equal ones the first, with the fewest bytes
+            seen = paired_difference.describe_loss(*against[closest])
+            found.append({"task": task, "method": closest, "seen": seen})
+    return found
+
+
+def _differences_to_full(
+    rows: Sequence[Row], run: paired_difference.RecordedRun
+) -> dict[str, dict[str, tuple[Difference, str]]]:
+    """By task with enough contexts: each method minus the exact one, in the first measure that the task has.
+
+    Methods come with the fewest bytes on the device first.
+    """
+    found: dict[str, dict[str, tuple[Difference, str]]] = {}
+    for task in summary.distinct_values(rows, "task") if run.full is not None else ():
+        own = {r["method"]: r["device_percent"] for r in rows if r["task"] == task and r["device_percent"] is not None}
+        for method in sorted(own.keys() & run.cases.keys() - {run.full}, key=own.__getitem__):
+            differences = ((run.difference(method, run.full, v, task), name) for name, v in paired_difference.MEASURES)
+            if first := next(((d, name) for d, name in differences if d is not None), None):
+                found.setdefault(task, {})[method] = first
+    enough = paired_difference.ENOUGH_CONTEXTS
+    return {task: all_ for task, all_ in found.items() if any(d.cases >= enough for d, _ in all_.values())}
 
 
 def _table(rows: Sequence[Row], length: int | None) -> dict[str, Any]:
@@ -157,15 +182,15 @@ def _table(rows: Sequence[Row], length: int | None) -> dict[str, Any]:
         cost = summary.costs([*own.values()] or [times.get(method, dict.fromkeys(summary.FIELDS))])
         cells = []
         for task, name in columns:
-            value, error = (own[task][name], own[task][f"{name}_error"]) if task in own else (None, None)
+            value = own[task][name] if task in own else None
             text = "–" if value is None else summary.format_value(value, name)
-            error_text = "" if error is None else summary.format_value(error, name)
+            interval = "" if value is None else summary.format_uncertainty(own[task], name)
             # The tint colors the cell's background, on a scale from 0 to 1 that bits per byte do not have.
             tint = None if value is None or name == "bits" else round(max(0.0, min(1.0, value)), 3)
-            cells.append({"value": value, "text": text, "error": error_text, "tint": tint})
+            cells.append({"value": value, "text": text, "interval": interval, "tint": tint})
         for field, *_, digits in COSTS:
             text = "–" if cost[field] is None else f"{cost[field]:,.{digits}f}"
-            cells.append({"value": cost[field], "text": text, "error": "", "tint": None})
+            cells.append({"value": cost[field], "text": text, "interval": "", "tint": None})
         body.append({"method": method, "cells": cells})
     heads = [{"text": t, "sub": _UNITS[n], "words": _WORDS[n], "less": n == "bits"} for t, n in columns]
     heads += [{"text": h, "sub": u, "words": w, "less": f != "tokens_per_second"} for f, h, u, w, _ in COSTS]
@@ -174,8 +199,8 @@ def _table(rows: Sequence[Row], length: int | None) -> dict[str, Any]:
 
 _UNITS = {"score": "0 to 100", "bits": "bits/byte", "agreement": "% as full"}
 _WORDS = {
-    "score": "mean score, 0 to 100, and its standard error over contexts",
-    "bits": "bits per byte of the text, less is better",
+    "score": "mean score, 0 to 100, and its 95% interval over contexts",
+    "bits": "bits per byte of the text, less is better; below, how far above full on the same texts",
     "agreement": "tokens at which the likeliest one is that of full, in percent",
 }
 

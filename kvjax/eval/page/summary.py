@@ -14,6 +14,7 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
+from kvjax.eval.page.intervals import Interval, average_interval, mean_interval, score_interval
 from kvjax.utils.files import write_text
 
 Record = Mapping[str, Any]
@@ -27,8 +28,9 @@ SPEED = "speed"  # the task whose records hold times and no answers
 class EvalRow:
     """One method on one task at one length; None where something was not measured.
 
-    A field is an attribute, and also an item as in the CSV file: `row.bits` is `row["bits"]`. Errors are standard
-    errors over contexts.
+    A field is an attribute, and also an item as in the CSV file: `row.bits` is `row["bits"]`. `_low` and `_high` are
+    the ends of 95% intervals over contexts (`kvjax.eval.page.intervals`), `_error` standard errors, which are 0 where
+    all contexts agree, and do not say then how sure a value is.
     """
 
     method: str
@@ -40,14 +42,27 @@ class EvalRow:
     questions: int
     score: float | None  # 0 to 1
     score_error: float | None
+    score_low: float | None
+    score_high: float | None
     first: float | None  # score of each context's first question, where there are several
     first_error: float | None
+    first_low: float | None
+    first_high: float | None
     later: float | None  # score of the other questions
     later_error: float | None
+    later_low: float | None
+    later_high: float | None
     bits: float | None  # per byte of text, for perplexity
     bits_error: float | None
+    bits_low: float | None
+    bits_high: float | None
+    bits_above_full: float | None  # mean difference to `full` over the contexts that both have
+    bits_above_full_low: float | None
+    bits_above_full_high: float | None
     agreement: float | None  # fraction of tokens whose likeliest token is that of `full`
     agreement_error: float | None
+    agreement_low: float | None
+    agreement_high: float | None
     device_percent: float | None  # bytes held, of those of the exact cache, both in bfloat16
     host_percent: float | None
     device_kib: float | None  # bytes held per context, in `dtype`
@@ -76,7 +91,8 @@ def rows(records: Iterable[Record]) -> list[Row]:
     The keys of a row are FIELDS; a value that was not measured is None.
       score, first, later: 0 to 1, means over the cases of each case's mean; first and later are the first question of
         each context and the others, where there are several.
-      *_error: standard errors over cases.
+      *_low, *_high: 95% intervals over cases; *_error: standard errors over cases.
+      bits_above_full: bits less those of the method "full", case by case.
       agreement: fraction of equal `likeliest` tokens with the method "full".
       *_bfloat16_kib: bytes of a context in bfloat16, in which methods are compared, as planned; None in records of
         versions that did not write them.
@@ -86,12 +102,11 @@ def rows(records: Iterable[Record]) -> list[Row]:
     """
     records = latest(records)
     speeds = _group((r for r in records if r["task"] == SPEED), lambda r: (r["method"], length_of(r)))
-    exact = [r for r in records if r["method"] == REFERENCE and r.get("likeliest")]
-    exact_tokens = {(r["task"], r["key"]): r["likeliest"] for r in exact}
+    exact = {(r["task"], r["key"]): r for r in records if r["method"] == REFERENCE}
     methods, tasks = distinct_values(records, "method"), distinct_values(records, "task")
     cases = _group(records, lambda r: (r["method"], r["task"], length_of(r)))
     ordered = sorted(cases, key=lambda key: (methods.index(key[0]), tasks.index(key[1]), key[2] or 0))
-    return [_summarize_cases(key, cases[key], exact_tokens, speeds.get((key[0], key[2]), [])) for key in ordered]
+    return [_summarize_cases(key, cases[key], exact, speeds.get((key[0], key[2]), [])) for key in ordered]
 
 
 def latest(records: Iterable[Record]) -> list[Record]:
@@ -134,26 +149,35 @@ def _group(records: Iterable[Record], key) -> dict[Any, list[Record]]:
     return groups
 
 
-def _summarize_cases(key: tuple, cases: Sequence[Record], exact_tokens: Mapping, speeds: Sequence[Record]) -> Row:
+def _summarize_cases(key: tuple, cases: Sequence[Record], exact: Mapping, speeds: Sequence[Record]) -> Row:
     method, task, length = key
     split = [first_later(r) for r in cases]
-    agreement = []  # of each case: whether each token is the one that the exact cache makes likeliest
+    agreement, above = [], []
     for r in cases:
-        tokens, exact = r.get("likeliest") or (), exact_tokens.get((task, r["key"]), ())
-        agreement.append([a == b for a, b in zip(tokens, exact, strict=False)])
-    means = {
-        "score": mean_error(np.mean(r["scores"]) if r["scores"] else None for r in cases),
-        "first": mean_error(s[0] if s else None for s in split),
-        "later": mean_error(s[1] if s else None for s in split),
-        "bits": mean_error(r.get("bits") for r in cases),
-        "agreement": mean_error(float(np.mean(equal)) if equal else None for equal in agreement),
+        reference = exact.get((task, r["key"]), {})
+        tokens, exact_tokens = r.get("likeliest") or (), reference.get("likeliest") or ()
+        # Whether each token is the one that the exact cache makes likeliest.
+        agreement.append([a == b for a, b in zip(tokens, exact_tokens, strict=False)])
+        bits = r.get("bits"), reference.get("bits")
+        above.append(None if None in bits else bits[0] - bits[1])
+    values = {
+        "score": [float(np.mean(r["scores"])) if r["scores"] else None for r in cases],
+        "first": [s[0] if s else None for s in split],
+        "later": [s[1] if s else None for s in split],
+        "bits": [r.get("bits") for r in cases],
+        "bits_above_full": above,
+        "agreement": [float(np.mean(equal)) if equal else None for equal in agreement],
     }
     row: Row = dict.fromkeys(FIELDS)
     row |= {"method": method, "task": task, "length": length, "metric": cases[0].get("metric")}
     row |= {"turns": any(r.get("turns", False) for r in cases), "contexts": len(cases)}
     row["questions"] = sum(len(r["scores"]) for r in cases)
-    for name, (mean, error) in means.items():
-        row |= {name: mean, f"{name}_error": error}
+    for name, of_cases in values.items():
+        mean, error = mean_error(of_cases)
+        row |= {name: mean, f"{name}_error": error} if f"{name}_error" in row else {name: mean}
+        known = [x for x in of_cases if x is not None and math.isfinite(x)]
+        if known:
+            _set_interval(row, name, mean_interval(known) if name.startswith("bits") else score_interval(known))
     for name, kind in (("device_kib", "device"), ("host_kib", "pinned_host")):
         size, _ = mean_error(r.get("bytes", {}).get(kind) for r in cases)
         row[name] = None if size is None else size / 1024
@@ -167,6 +191,16 @@ def _summarize_cases(key: tuple, cases: Sequence[Record], exact_tokens: Mapping,
     for name in ("prefill_seconds", "tokens_per_second"):
         row[name], _ = mean_error(r.get(name) for r in speeds)
     return row
+
+
+def interval_of(row: Row, measure: str) -> Interval | None:
+    """Returns the 95% interval of a row's measure, or None."""
+    low, high = row[f"{measure}_low"], row[f"{measure}_high"]
+    return None if low is None or high is None else Interval(low, high)
+
+
+def _set_interval(row: Row, measure: str, interval: Interval | None) -> None:
+    row[f"{measure}_low"], row[f"{measure}_high"] = (None, None) if interval is None else interval
 
 
 def lengths(rows: Iterable[Row]) -> list[int]:
@@ -189,7 +223,7 @@ def at_length(rows: Iterable[Row], length: int | None) -> list[Row]:
 def by_family(rows: Iterable[Row]) -> list[Row]:
     """Averages the tasks of a family ("ruler" for "ruler.vt") for rows of one length; `task` names the family.
 
-    Errors are those of a mean over fixed tasks. A method that lacks a task of a family has no row for it.
+    Intervals and errors are those of a mean over fixed tasks. A method that lacks a task of a family has no row for it.
     """
     rows = [r for r in rows if r["task"] != SPEED]
     tasks: dict[str, set[str]] = {}
@@ -203,11 +237,16 @@ def by_family(rows: Iterable[Row]) -> list[Row]:
         row = dict(group[0]) | {"method": method, "task": family}
         row |= {name: sum(r[name] for r in group) for name in ("contexts", "questions")}
         row["turns"] = any(r["turns"] for r in group)
-        for name in ("score", "first", "later", "bits", "agreement"):
+        for name in ("score", "first", "later", "bits", "bits_above_full", "agreement"):
             row[name], _ = mean_error(r[name] for r in group)
-            errors = [r[f"{name}_error"] for r in group if r[name] is not None]
-            has_errors = errors and None not in errors
-            row[f"{name}_error"] = math.sqrt(sum(e * e for e in errors)) / len(errors) if has_errors else None
+            known = [r for r in group if r[name] is not None]
+            if known:
+                means, own = [r[name] for r in known], [interval_of(r, name) for r in known]
+                _set_interval(row, name, average_interval(means, own))
+            if f"{name}_error" in row:
+                errors = [r[f"{name}_error"] for r in known]
+                has_errors = errors and None not in errors
+                row[f"{name}_error"] = math.sqrt(sum(e * e for e in errors)) / len(errors) if has_errors else None
         for name in (*SIZES, "prefill_seconds", "tokens_per_second"):
             row[name], _ = mean_error(r[name] for r in group)
         merged.append(row)
@@ -223,6 +262,7 @@ def write_csv(rows: Iterable[Row], path: Path) -> Path:
     return write_text(Path(path), text.getvalue())
 
 
+INTERVALS = "(..) and ±: 95% intervals over contexts"
 MOST_TASK_COLUMNS, MOST_COLUMNS_WITH_ERRORS = 7, 3  # so that the table fits 100 columns of a terminal
 
 
@@ -250,6 +290,9 @@ def table(rows: Sequence[Row]) -> Table:
         t.add_row(method, *cells)
     has_bits = any(r["bits"] is not None for r in chosen)
     caption = ["percent right, or bits per byte (b)" if has_bits else "percent right"]
+    if len(shown) <= MOST_COLUMNS_WITH_ERRORS:
+        has_difference = any(r["bits_above_full"] is not None for r in chosen)
+        caption += [f"{INTERVALS}; + and - from full, context by context" if has_difference else INTERVALS]
     caption += ["tasks averaged by family"] if is_by_family else []
     caption += [f"{len(left)} more in the CSV file"] if left else []
     caption += ["device, host: KiB of a context, of full: percent of the exact cache's bytes, all in bfloat16"]
@@ -259,17 +302,35 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 def format_value(value: float, measure: str) -> str:
-    """Formats a value or an error of a measure: bits per byte as they are, any other in percent."""
-    return f"{value:.3f}" if measure == "bits" else f"{100 * value:.1f}"
+    """Formats a value of a measure: bits per byte as they are, any other in percent."""
+    return f"{value:.3f}" if measure.startswith("bits") else f"{100 * value:.1f}"
 
 
-def _format_quality(row: Row | None, has_error: bool) -> str:
-    if row is None or (row["score"] is None and row["bits"] is None):
+def format_interval(row: Row, measure: str) -> str:
+    """Formats the 95% interval of a row's measure: "(75–99)" percent, "±0.012" bits per byte; "" if there is none."""
+    interval = interval_of(row, measure)
+    if interval is None:
+        return ""
+    if measure.startswith("bits"):  # whose intervals have the mean in their middle
+        return f"±{(interval.high - interval.low) / 2:.3f}"
+    return f"({100 * interval.low:.0f}–{100 * interval.high:.0f})"
+
+
+def format_uncertainty(row: Row, measure: str) -> str:
+    """Formats what a value leaves open: its interval; of bits per byte the difference to `full` where that is known."""
+    if measure != "bits" or row["bits_above_full"] is None:
+        return format_interval(row, measure)
+    # Texts differ far more than methods do on one text, so that only the difference tells methods apart.
+    difference = f"{row['bits_above_full']:+.3f} {format_interval(row, 'bits_above_full')}".rstrip()
+    return "" if row["method"] == REFERENCE else difference
+
+
+def _format_quality(row: Row | None, has_interval: bool) -> str:
+    measure = next((m for m in ("score", "bits") if row is not None and row[m] is not None), None)
+    if row is None or measure is None:
         return "-"
-    measure = "bits" if row["score"] is None else "score"
     text = format_value(row[measure], measure) + ("b" if measure == "bits" else "")
-    error = row[f"{measure}_error"]
-    return f"{text} ±{format_value(error, measure)}" if has_error and error else text
+    return f"{text} {format_uncertainty(row, measure)}".rstrip() if has_interval else text
 
 
 def costs(rows: Sequence[Row]) -> dict[str, float | None]:

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from kvjax.eval.page import paired_difference, paper_claims, summary
+from kvjax.eval.page import intervals, paired_difference, paper_claims, summary
 from kvjax.eval.page.paired_difference import NOT_RUN, NOT_SHOWN, SHOWN, WITHIN, Difference
 from tests.eval import fake_run
 
@@ -63,7 +63,10 @@ def test_differences_are_paired_and_stratified():
     run = paired_difference.RecordedRun([*paired_records(a, b), *paired_records([1.0, 1.0], [0.0, 0.0], "u")])
     d = run.difference("a", "b", paired_difference.score)
     assert d.mean == pytest.approx(((a - b).mean() + 1) / 2) and d.cases == 6
-    assert d.error == pytest.approx(math.sqrt((a - b).var(ddof=1) / 4) / 2)
+    parts = [intervals.paired_interval(a, b), intervals.paired_interval([1.0, 1.0], [0.0, 0.0])]
+    means = [(a - b).mean(), 1.0]
+    low, high = (math.hypot(*(m - p[end] for m, p in zip(means, parts, strict=True))) / 2 for end in (0, 1))
+    assert (d.low, d.high) == (pytest.approx(d.mean - low), pytest.approx(d.mean + high))
     assert run.difference("a", "b", paired_difference.score, "u").mean == 1
     assert run.difference("a", "b", paired_difference.bits) is None
 
@@ -71,20 +74,66 @@ def test_differences_are_paired_and_stratified():
 def test_only_cases_that_both_have_count():
     records = paired_records([1.0, 0.0], [1.0, 0.0])
     d = paired_difference.RecordedRun(records[:3]).difference("a", "b", paired_difference.score)
-    assert (d.cases, d.mean, d.error) == (1, 0, None)
+    assert (d.cases, d.mean) == (1, 0) and d.low < -0.5 and d.high > 0.5
 
 
-def make_difference(mean, error):
-    return Difference(mean, error, 0.5 + mean, 0.5, 9)
+def test_bits_are_paired_and_a_single_text_has_no_interval():
+    def texts(method, bits, length=1):
+        base = {"method": method, "task": "ppl", "about": {"length": length}, "scores": []}
+        return [base | {"key": f"{length}/{i}", "bits": x} for i, x in enumerate(bits)]
+
+    records = [*texts("a", [1.0, 2.0, 3.0]), *texts("b", [1.1, 2.2, 3.3])]
+    d = paired_difference.RecordedRun(records).difference("a", "b", paired_difference.bits)
+    # Student's interval of 0.1, 0.2 and 0.3, by hand: 4.303 is the quantile at two degrees of freedom.
+    assert (d.mean, d.low, d.high) == pytest.approx(
+        (0.2, 0.2 - 4.303 * 0.1 / 3**0.5, 0.2 + 4.303 * 0.1 / 3**0.5), abs=1e-4
+    )
+    one = paired_difference.RecordedRun([*texts("a", [1.0]), *texts("b", [1.1])])
+    d = one.difference("a", "b", paired_difference.bits)
+    assert (d.low, d.high) == (None, None) and "a single context has no interval" in (
+        paired_difference.describe_difference(d, "bits per byte", WITHIN)
+    )
+    # A length with a single text has no spread of its own: all differences together have one.
+    both = [*texts("a", [1.0, 2.0]), *texts("a", [1.0], 2), *texts("b", [1.1, 2.2]), *texts("b", [1.3], 2)]
+    d = paired_difference.RecordedRun(both).difference("a", "b", paired_difference.bits)
+    assert d.mean == pytest.approx((0.15 + 0.3) / 2) and d.high - d.mean == pytest.approx(
+        4.303 * 0.1 / 3**0.5, abs=1e-4
+    )
 
 
-def test_verdicts_need_two_errors():
-    better = {(0.3, 0.1): SHOWN, (0.2, 0.1): WITHIN, (-0.3, 0.1): NOT_SHOWN, (0.3, None): WITHIN}
-    for mean_and_error, expected in better.items():
-        assert paired_difference.judge_better(make_difference(*mean_and_error)) == expected
-    near = {(0.0, 0.01): SHOWN, (0.0, 0.02): WITHIN, (-0.1, 0.01): NOT_SHOWN, (-0.02, 0.0): SHOWN}
-    for mean_and_error, expected in near.items():
-        assert paired_difference.judge_near(make_difference(*mean_and_error)) == expected
+def make_difference(low, high):
+    return Difference(0.0 if low is None else (low + high) / 2, low, high, 0.5, 0.5, 9)
+
+
+def test_verdicts_need_a_whole_interval():
+    better = {(0.1, 0.5): SHOWN, (0.0, 0.4): WITHIN, (-0.5, -0.1): NOT_SHOWN, (None, None): WITHIN}
+    for ends, expected in better.items():
+        assert paired_difference.judge_better(make_difference(*ends)) == expected
+    near = {(-0.02, 0.02): SHOWN, (-0.03, 0.03): WITHIN, (-0.12, -0.08): NOT_SHOWN, (None, None): WITHIN}
+    for ends, expected in near.items():
+        assert paired_difference.judge_near(make_difference(*ends)) == expected
+
+
+def test_the_same_in_every_context_is_no_proof_of_the_same_score():
+    for scores in ([1.0] * 20, [0.0] * 20, [0.5] * 20, [1.0, 0.0] * 10):
+        run = paired_difference.RecordedRun(paired_records(scores, scores))
+        d = run.difference("a", "b", paired_difference.score)
+        assert d.mean == 0 and paired_difference.judge_near(d) == paired_difference.judge_better(d) == WITHIN
+        assert not paired_difference.keeps_up(d)
+    assert "±" not in paired_difference.format_difference(d, "score")
+    assert paired_difference.format_difference(d, "score") == "+0.0 (−9.0 to +9.0)"
+
+
+def test_gains_at_later_questions_lie_between_minus_one_and_one():
+    def turns(method, later):
+        base = {"method": method, "task": "turns", "about": {"length": 1}, "turns": True}
+        return [base | {"key": str(i), "scores": [1.0, x]} for i, x in enumerate(later)]
+
+    run = paired_difference.RecordedRun([*turns("a", [0.0] * 20), *turns("b", [1.0] * 20)])
+    d = run.difference("a", "b", paired_difference.later_gain)
+    halves = intervals.paired_interval([0.0] * 20, [0.5] * 20)
+    assert (d.mean, d.low, d.high) == pytest.approx((-1, 2 * halves.low, 2 * halves.high))
+    assert paired_difference.judge_better(d.reverse()) == SHOWN
 
 
 def test_kvcrush_needs_its_own_base():

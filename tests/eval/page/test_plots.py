@@ -51,7 +51,7 @@ def test_svg_is_well_formed_and_its_ids_are_its_own(made_plots):
 def test_words_and_tooltips_carry_the_numbers(made_plots):
     (text, *_) = plots.svgs(made_plots[0])
     assert "kivi:bits=1: " in made_plots[0].panels[0].alt and "% of the exact cache's" in made_plots[0].panels[0].alt
-    assert re.search(r"<title>snapkv:budget=256 \+ kvcrush: [\d.]+ ± [\d.]+, 27.4% of full</title>", text)
+    assert re.search(r"<title>snapkv:budget=256 \+ kvcrush: [\d.]+ \(\d+–\d+\), 27.4% of full</title>", text)
 
 
 def test_styles_are_distinct_and_full_is_ink():

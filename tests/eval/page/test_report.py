@@ -114,28 +114,58 @@ def test_headline_is_computed(text):
     assert "No task has 16 contexts of 1,024 tokens, and fewer cannot show" in flat and "Fewest bytes" not in flat
 
 
+def flat_text(page_text):
+    return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", "", page_text))
+
+
 def test_headline_names_who_keeps_up_where_enough_contexts_show_it(tmp_path):
     run = {"methods": METHODS, "tasks": ["niah", "ppl"], "lengths": [1024], "cases": 24}
-    text = report.write(fake_run.write(tmp_path, **run)).read_text(encoding="utf-8")
-    flat = re.sub(r"\s+", " ", re.sub(r"<[^>]+>", "", text))
+    flat = flat_text(report.write(fake_run.write(tmp_path, **run)).read_text(encoding="utf-8"))
     assert "shown to lose at most 5 points or 0.05 bits per byte against full at 1,024 tokens" in flat
-    assert "offload, 1.0% of the exact cache's bytes in bfloat16: niah, ppl" in flat
+    assert "offload, 1.0% of the exact cache's bytes in bfloat16: ppl" in flat
+    assert "full, 100.0% of the exact cache's bytes in bfloat16: niah" in flat
+    seen = "niah: offload, 24 of 24 right, like the exact cache; the loss is at most 13.8 points with 95% confidence"
+    assert seen in flat
+
+
+def score_records(scores):
+    """Records of methods with these scores in each context."""
+    for method, of_contexts in scores.items():
+        for i, score in enumerate(of_contexts):
+            base = fake_run.record(method, "niah", 512, i, fake_run.np.random.default_rng(0))
+            yield base | {"scores": [float(score)]}
 
 
 @pytest.mark.parametrize(
-    ("mean", "error", "cases", "keeps_up"),
+    ("full", "own", "loss"),
     [
-        (-0.25, 0.25, 4, False),  # one of four contexts lost: nobody can say
-        (0.0, 0.0, 15, False),
-        (0.0, 0.0, 16, True),
-        (-0.01, 0.02, 64, True),
-        (-0.02, 0.02, 64, False),
-        (0.1, 0.08, 64, False),  # better by chance, and too uncertain
-        (0.0, None, 64, False),
+        ([1] * 20, [1] * 20, "20 of 20 right, like the exact cache; the loss is at most 16.1 points"),
+        ([1] * 16, [1] * 16, "16 of 16 right, like the exact cache; the loss is at most 19.4 points"),
+        ([0] * 20, [0] * 20, "0.0 against 0.0 in 20 contexts; the loss is at most 16.1 points"),
+        ([0.5] * 20, [0.5] * 20, "50.0 against 50.0 in 20 contexts; the loss is at most "),
+        ([1, 0] * 10, [1, 0] * 10, "50.0 against 50.0 in 20 contexts; the loss is at most 9.0 points"),
     ],
 )
-def test_who_keeps_up(mean, error, cases, keeps_up):
-    assert paired_difference.keeps_up(paired_difference.Difference(mean, error, 0.5 + mean, 0.5, cases)) == keeps_up
+def test_contexts_that_all_agree_do_not_show_that_a_method_loses_little(full, own, loss):
+    html = report.render(list(score_records({"full": full, "kivi:bits=1": own})), {})
+    flat = flat_text(html)
+    assert "full, 100.0% of the exact cache's bytes in bfloat16: niah" in flat and loss in flat
+    assert "with 95% confidence" in flat and "±" not in flat.replace("(..) and ±", "")
+
+
+def test_enough_contexts_that_all_agree_do_show_it():
+    flat = flat_text(report.render(list(score_records({"full": [1] * 80, "kivi:bits=1": [1] * 80})), {}))
+    assert "kivi:bits=1, 13.0% of the exact cache's bytes in bfloat16: niah" in flat
+    assert "with 95% confidence" not in flat
+
+
+@pytest.mark.parametrize(
+    ("low", "cases", "keeps_up"),
+    [(-0.04, 15, False), (-0.04, 16, True), (-0.05, 64, True), (-0.06, 64, False), (0.01, 64, True), (None, 64, False)],
+)
+def test_who_keeps_up(low, cases, keeps_up):
+    difference = paired_difference.Difference(0.02, low, None if low is None else 0.1, 0.52, 0.5, cases)
+    assert paired_difference.keeps_up(difference) == keeps_up
 
 
 def test_numbers_of_the_table(page):

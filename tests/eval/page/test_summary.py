@@ -47,6 +47,34 @@ def test_records_without_bytes_in_bfloat16_show_none_rather_than_those_of_anothe
     assert [list(column.cells) for column in summary.table(rows).columns[-4:]] == [["-"], ["50.0"], ["-"], ["-"]]
 
 
+def test_every_measure_has_an_interval_and_contexts_that_all_agree_too():
+    records = [line(key=str(i), scores=[1.0, 1.0], turns=True, asks=[{"turn": 0}, {"turn": 1}]) for i in range(20)]
+    (row,) = summary.rows(records)
+    for measure in ("score", "first", "later"):
+        assert (row[measure], row[f"{measure}_error"]) == (1, 0)
+        assert summary.interval_of(row, measure) == pytest.approx((0.8389, 1.0), abs=1e-4)
+    assert summary.interval_of(row, "bits") is None and summary.format_interval(row, "bits") == ""
+    assert summary.format_interval(row, "score") == "(84–100)"
+    (cell,) = list(summary.table([row]).columns[1].cells)
+    assert cell == "100.0 (84–100)"
+
+
+def test_bits_are_compared_with_full_on_the_same_texts():
+    def text(method, key, bits):
+        return line(method, key, scores=[], bits=bits, likeliest=[int(10 * bits)])
+
+    full = [text("full", str(i), x) for i, x in enumerate([1.0, 2.0, 4.0])]
+    kivi = [text("kivi", str(i), x) for i, x in enumerate([1.1, 2.2, 4.3])]
+    exact, row = summary.rows([*full, *kivi, text("kivi", "3", 9.0)])
+    assert row["bits_above_full"] == pytest.approx(0.2) and row["bits"] == pytest.approx(16.6 / 4)
+    reach = 4.302653 * 0.1 / np.sqrt(3)
+    assert summary.interval_of(row, "bits_above_full") == pytest.approx((0.2 - reach, 0.2 + reach), abs=1e-6)
+    cells = list(summary.table([exact, row]).columns[1].cells)
+    assert cells == ["2.333b", f"4.150b +0.200 ±{reach:.3f}"]
+    (alone,) = summary.rows(kivi)
+    assert alone["bits_above_full"] is None and summary.format_uncertainty(alone, "bits").startswith("±")
+
+
 def test_one_context_has_no_error_and_the_last_repetition_wins():
     (row,) = summary.rows([line(scores=[0.0]), line(scores=[1.0])])
     assert (row["score"], row["score_error"], row["contexts"]) == (1, None, 1)
@@ -92,6 +120,9 @@ def test_a_family_is_the_mean_of_its_tasks_with_their_errors():
     )
     (merged,) = summary.by_family(rows)
     assert (merged["task"], merged["score"], merged["score_error"]) == ("r", 0.75, 0.25)
+    a, b = (summary.interval_of(row, "score") for row in rows)
+    low = 0.75 - np.hypot(0.5 - a.low, 1 - b.low) / 2
+    assert merged["score_low"] == pytest.approx(low) and 0 < low < 0.75 < merged["score_high"] < 1
     assert summary.by_family([*rows, {**rows[0], "method": "other"}]) == [merged]  # lacks r.b
 
 

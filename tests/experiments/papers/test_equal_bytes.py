@@ -76,14 +76,6 @@ def test_a_sum_is_kept_where_its_records_are_gone(run, tmp_path):
         run("--sum", "--keep", "--seeds", "0")
 
 
-def test_an_interval_holds_its_mean_95_times_of_100():
-    """Means of 24 normal numbers, whose true mean is 1; resampling only 24 makes intervals a little too short."""
-    draw = np.random.default_rng(1)
-    intervals = [equal_bytes_page.bootstrap_interval(draw.normal(1.0, 2.0, 24)) for _ in range(200)]
-    assert 0.88 <= np.mean([low < 1 < high for low, high in intervals]) <= 0.98
-    assert equal_bytes_page.bootstrap_interval(np.full(5, -3.0)) == (-3.0, -3.0)
-
-
 def test_differences_are_taken_context_by_context(run):
     result = equal_bytes_page.Result(run())
     scores = result.document["scores"]
@@ -92,8 +84,17 @@ def test_differences_are_taken_context_by_context(run):
         for seed in "01"
         for ours, full in zip(scores["int8"]["turns"][seed], scores["full"]["turns"][seed], strict=True)
     ]
-    np.testing.assert_allclose(result.differences("int8", "turns"), by_hand)
+    mean, interval = result.difference("int8", "turns")
+    assert mean == pytest.approx(np.mean(by_hand)) and interval.low < mean < interval.high
     assert "| `int8` | " in equal_bytes_page.difference_table(result, "3/4")
+
+
+def test_contexts_that_all_agree_leave_an_interval():
+    scores = {method: {"turns": {"0": [1.0] * 20}, "ppl": {"0": [0.5, 0.75]}} for method in ("full", "int8")}
+    result = equal_bytes_page.Result({"scores": scores, "tasks": ["turns", "ppl"], "points": []})
+    assert equal_bytes_page.format_score("turns", *result.score("int8", "turns")) == "100.0 (84 to 100)"
+    assert result.difference("int8", "turns")[1] == pytest.approx((-16.11, 16.11), abs=0.01)
+    assert equal_bytes_page.format_score("ppl", *result.score("full", "ppl")) == "+0.000"  # what others are above
 
 
 @pytest.mark.parametrize("settings", ["equal_bytes.toml", "real_models.toml", "readme.toml"])
