@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import json
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,8 +17,9 @@ from checkpoints_convert.convert import Progress, open_source
 from checkpoints_convert.source import Source
 from kvjax.errors import KvjaxError
 from kvjax.generation.model_calls import logits
-from kvjax.models import Config, checkpoint
+from kvjax.models import checkpoint
 from kvjax.models.model import Model
+from kvjax.utils.packages import import_optional
 
 LOGIT_TOLERANCE = 1e-4
 """Largest difference of a logit, relative to the largest logit, in float32."""
@@ -43,18 +46,20 @@ def check(src, dst, *, compare_logits: bool | None = None, progress: Progress | 
       progress: called after each part.
 
     Raises:
-      KvjaxError: listing all differences.
+      KvjaxError: listing all differences; or naming what `compare_logits` needs and is not installed.
     """
     source, record = open_source(src), checkpoint.read_manifest(dst)
     plan = plan_conversion(source)
     problems = []
     configs = plan.config, record.config
-    expected, found = (config.llama_arguments() for config in configs)
-    if expected is None or found is None:
-        expected, found = ({f.name: getattr(config, f.name) for f in dataclasses.fields(Config)} for config in configs)
-    for name, x in expected.items():
-        if found[name] != x:
-            problems.append(f"config field {name}: {found[name]!r}, the source says {x!r}")
+    if any(config.llama_arguments() is None for config in configs):
+        expected, found = (_list_values(dataclasses.asdict(config)) for config in configs)
+    else:
+        expected, found = (_list_values(json.loads(config.to_json())) for config in configs)
+    for name in dict.fromkeys([*expected, *found]):
+        ours, theirs = found.get(name), expected.get(name)
+        if ours != theirs:
+            problems.append(f"config field {name}: {ours!r}, the source says {theirs!r}")
     for name, content in source.tokenizer_files().items():
         file = Path(dst) / name
         if not file.is_file() or file.read_bytes() != content:
@@ -74,6 +79,14 @@ def check(src, dst, *, compare_logits: bool | None = None, progress: Progress | 
     if refusal is not None:
         raise KvjaxError(refusal)
     return Report(sum(len(b.sources) for b in plan.bindings), difference, lacking)
+
+
+def _list_values(value: Any, name: str = "") -> dict[str, Any]:
+    """Returns the values of nested dicts and lists by their place, as in "kinds.0.attention.head_dim"."""
+    if not isinstance(value, dict | list | tuple):
+        return {name: value}
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    return {k: x for key, own in items for k, x in _list_values(own, f"{name}.{key}".lstrip(".")).items()}
 
 
 def missing_packages(src: str | Path) -> tuple[str, ...]:
@@ -119,14 +132,12 @@ def logit_difference(src: str | Path, dst: str | Path, record: checkpoint.Manife
 
 def transformers_logits(src: str | Path, prompts: list[np.ndarray], dtype: str) -> list[np.ndarray]:
     """Computes logits [T V] of each prompt with transformers, in float32 from weights rounded to `dtype`."""
-    import torch  # pyright: ignore[reportMissingImports]  (an optional library)
-    from transformers import AutoModelForCausalLM  # pyright: ignore[reportMissingImports]
-
+    torch, transformers = (import_optional(n, "comparing logits needs", "parity") for n in ("torch", "transformers"))
     directory, options = Path(src), {"dtype": torch.float32, "attn_implementation": "eager"}
     if directory.is_file():
         options["gguf_file"] = directory.name
         directory = directory.parent
-    model = AutoModelForCausalLM.from_pretrained(directory, **options).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, **options).eval()
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(p.to(getattr(torch, dtype)))

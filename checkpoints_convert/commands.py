@@ -29,8 +29,8 @@ examples:
 CONVERT = """Write SRC as a kvjax directory, one layer at a time. DST appears when it is complete; a checkpoint that
 cannot be converted faithfully (unsupported config; tensors missing, left over, misshapen, truncated or not finite) is
 refused, and nothing is written."""
-CHECK = """Compare config, every tensor (bit for bit, in DST's type) and, where transformers is installed (for GGUF with
-accelerate), the logits of a few short prompts. The exit status is 1 if anything differs."""
+CHECK = """Compare config, every tensor (bit for bit, in DST's type) and the logits of a few short prompts, for which
+transformers is needed: pip install "kvjax[parity]". The exit status is 1 if anything differs."""
 INSPECT = """Show format, sizes and config of a directory or a GGUF file from its headers, and why it cannot be
 converted, if it cannot."""
 
@@ -48,8 +48,9 @@ def run_check(args: argparse.Namespace) -> str:
     if difference is not None:
         outcome = f"within {difference:.1e} of the largest, against transformers"
     else:
-        reason = "" if args.tensors_only else f" (not installed: {', '.join(report.lacking)})"
-        outcome = f"not compared{reason}"
+        outcome = "not compared"
+        if not args.tensors_only:
+            outcome += f', for want of {", ".join(report.lacking)}: pip install "kvjax[parity]"'
     return f"{args.dst}: config and all {report.tensors} tensors equal the source; logits {outcome}"
 
 

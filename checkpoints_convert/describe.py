@@ -12,8 +12,11 @@ import numpy as np
 from checkpoints_convert.conversion_plan import plan_conversion
 from checkpoints_convert.convert import open_source
 from checkpoints_convert.source import FLOATS
+from kvjax.core.rope import Rope
 from kvjax.errors import KvjaxError, escape_unprintable
 from kvjax.models import Config, checkpoint
+from kvjax.models.kinds import LayerKind, MlpKind
+from kvjax.utils.display import count
 
 Lines = dict[str, str]
 
@@ -64,15 +67,61 @@ def _describe_weights(stored: list[tuple[tuple[int, ...], str, int]]) -> Lines:
 
 
 def _describe_config(config: Config) -> Lines:
-    """Lists the fields of a config, and the bytes of one token's keys and values in bfloat16."""
+    """Describes the layers in words, one line for each kind, and lists the other fields."""
     per_token = sum(config.kind(i).attention.stored_numbers for i in range(config.layers)) * 2
-    fields = config.llama_arguments()
-    if fields is None:
-        fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(Config)}
-        del fields["kinds"], fields["pattern"]
-        counts = Counter(config.pattern)
-        fields["layers"] = ", ".join(f"kind {i} (x{n})" for i, n in counts.items())
-        fields |= {f"kind {i}": config.kinds[i] for i in counts}
-    elif fields["windows"] is not None:
-        fields["windows"] = ", ".join(f"{w or 'all'} (x{n})" for w, n in Counter(fields["windows"]).items())
-    return {name: str(x) for name, x in fields.items()} | {"KV per token": f"{per_token:,} bytes in bfloat16"}
+    counts = Counter(config.pattern)
+    lines = {
+        "layers" if len(counts) == 1 else f"layers, kind {i}": _describe_kind(config.kinds[i], number)
+        for i, number in counts.items()
+    }
+    for field in dataclasses.fields(Config):
+        if field.name not in ("kinds", "pattern"):
+            value = getattr(config, field.name)
+            lines[field.name] = ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return lines | {"KV per token": f"{per_token:,} bytes in bfloat16"}
+
+
+def _describe_kind(kind: LayerKind, number: int) -> str:
+    """Describes `number` layers of a kind: "3 layers, 4 heads on 2 of 16, 4 experts of which 2"."""
+    a, mlp = kind.attention, kind.mlp
+    words = [count(number, "layer"), f"{a.heads} heads on {a.kv_heads} of {a.head_dim}", _describe_mlp(mlp)]
+    if a.latent is not None:
+        words.append(f"latent attention of rank {a.latent.rank}")
+    elif a.value_dim != a.head_dim:
+        words.append(f"values of {a.value_dim}")
+    biases = (("queries, keys and values", a.qkv_bias), ("outputs", a.out_bias), ("the MLP", mlp.bias))
+    biased = " and ".join(name for name, has in biases if has)
+    facts = (
+        (a.reads_layer is not None, f"keys and values of layer {a.reads_layer}"),
+        (a.rule.window is not None, f"a window of {a.rule.window or 0:,} tokens"),
+        (a.rule.soft_cap is not None, f"a soft cap of {a.rule.soft_cap or 0:g}"),
+        (True, _describe_rope(a.rope)),
+        (a.scale is not None, f"dot products times {a.scale or 0:.4g}"),
+        (bool(a.qk_norm), f"norms of queries and keys by {'head' if a.qk_norm == 'head' else 'all heads'}"),
+        (bool(biased), f"biases of {biased}"),
+        (a.sinks, "learned sinks"),
+        (kind.norms != "before", f"norms {'after' if kind.norms == 'after' else 'before and after'} each part"),
+        (kind.unit_offset, "norms times 1 + scale"),
+        (kind.residual != 1, f"a residual factor of {kind.residual:g}"),
+    )
+    return ", ".join(words + [fact for holds, fact in facts if holds])
+
+
+def _describe_mlp(mlp: MlpKind) -> str:
+    experts, width = mlp.experts, f"{mlp.width:,} wide ({mlp.activation})"
+    if experts is None:
+        return f"an MLP {width}"
+    groups = f" from {experts.top_groups} of {experts.groups} groups" if experts.groups > 1 else ""
+    shared = f" and a shared one {experts.shared_width:,} wide" if experts.shared_width else ""
+    return f"{experts.count} experts of which {experts.top_k}{groups}, each {width}{shared}"
+
+
+def _describe_rope(rope: Rope | None) -> str:
+    if rope is None:
+        return "no RoPE"
+    scaling = ""
+    if rope.scaling is not None:
+        scaling = f", {rope.scaling.kind} by {rope.scaling.factor:g}"
+        if rope.scaling.kind != "linear":  # which has no original length
+            scaling += f" from {rope.scaling.original_max_positions:,} positions"
+    return f"RoPE of {rope.dim} channels (theta {rope.theta:,.10g}{scaling})"

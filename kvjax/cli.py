@@ -257,7 +257,8 @@ def _add_processes(p: argparse.ArgumentParser) -> None:
 def _add_explore(p: argparse.ArgumentParser) -> None:
     p.add_argument("--model", default="testbed", help=MODEL)
     p.add_argument("--methods", help="method strings separated by ';' (default: four of different kinds)")
-    p.add_argument("--text", type=Path, required=True, metavar="FILE", help="a UTF-8 text to read and continue")
+    text = "a UTF-8 text to read and continue (default: some source code that kvjax brings)"
+    p.add_argument("--text", type=Path, metavar="FILE", help=text)
     p.add_argument("--out", type=Path, default=Path("out/explore.html"), help="the page (default: %(default)s)")
     p.add_argument("--steps", type=_integer, default=32, help="most tokens of the answer (default: %(default)s)")
     p.add_argument("--tokens", type=_integer, help="read the text's first tokens only")

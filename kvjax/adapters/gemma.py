@@ -40,7 +40,7 @@ from kvjax.errors import KvjaxError, KvjaxWarning
 try:
     import kauldron.checkpoints as checkpoints
 except ImportError as e:
-    raise KvjaxError(f"kvjax.adapters.gemma needs gemma ({e}): pip install gemma") from e
+    raise KvjaxError(f'kvjax.adapters.gemma needs gemma ({e}): pip install "kvjax[gemma]"') from e
 
 TESTED = "3.3.0"
 TURN_CHUNK_TOKENS = 256

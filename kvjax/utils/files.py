@@ -111,9 +111,9 @@ def lock(file: Path, folder: Path) -> Iterator[None]:
         raise Busy(f"another process writes {folder}; wait until it is done, or choose another directory") from None
 
 
-def check_output(out: Path, source: Path, option: str) -> None:
+def check_output(out: Path, source: Path | None, option: str) -> None:
     """Raises KvjaxError if `out` is a folder, or, by whatever path, the file `source` that `option` reads."""
-    if out.is_dir() or (out.is_file() and source.is_file() and out.samefile(source)):
+    if out.is_dir() or (source is not None and out.is_file() and source.is_file() and out.samefile(source)):
         problem = (
             "a folder; name a file in it" if out.is_dir() else f"the file that {option} reads; write to another one"
         )

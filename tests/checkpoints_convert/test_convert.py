@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 import subprocess
 import sys
 import tracemalloc
@@ -311,6 +313,25 @@ def test_check_names_every_difference(hf, tmp_path):
     assert "model.norm.weight: differs" in str(e.value)
     with pytest.raises(KvjaxError, match="config field rope_theta: 10000.0, the source says 77.0"):
         check(hf("mistral").config(rope_theta=77.0), out)
+    # A value is named by its place, and no line is the repr of a whole layer.
+    config, params = read(ROOT / "loud" / "mixtral")
+    experts = dataclasses.replace(config.kinds[0].mlp.experts, top_k=1)
+    kind = dataclasses.replace(config.kinds[0], mlp=dataclasses.replace(config.kinds[0].mlp, experts=experts))
+    checkpoint.save(tmp_path / "experts", dataclasses.replace(config, kinds=(kind,)), params)
+    with pytest.raises(KvjaxError, match=r"\n  config field kinds.0.mlp.experts.top_k: 1, the source says 2$"):
+        check(ROOT / "loud" / "mixtral", tmp_path / "experts")
+
+
+def test_check_names_the_extra_where_logits_cannot_be_compared(tmp_path, capsys, monkeypatch):
+    convert(ROOT / "qwen3", tmp_path / "out")
+    monkeypatch.setattr(checking.importlib.util, "find_spec", lambda name: None)
+    assert main(["check", str(ROOT / "qwen3"), str(tmp_path / "out")]) == 0
+    said = 'logits not compared, for want of torch, transformers: pip install "kvjax[parity]"'
+    assert said in " ".join(capsys.readouterr().out.split())
+    for name in ("torch", "transformers"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(KvjaxError, match=r'comparing logits needs torch: pip install "kvjax\[parity\]"'):
+        check(ROOT / "qwen3", tmp_path / "out", compare_logits=True)
 
 
 @pytest.mark.filterwarnings("default")  # what the peer's import warns of is not ours to fix
@@ -357,6 +378,35 @@ def test_command_line(tmp_path, capsys):
     assert main(["convert", source, out]) == 1
     assert "error: " in capsys.readouterr().err
     assert main(["convert", source, out, "--force"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [
+        (
+            "llama3_scaled",
+            "2 layers, 4 heads on 2 of 8, an MLP 24 wide (silu), RoPE of 8 channels",
+        ),
+        (
+            "loud/mixtral",
+            "2 layers, 4 heads on 2 of 8, 5 experts of which 2, each 24 wide (silu)",
+        ),
+        (
+            "loud/deepseek_v2",
+            "6 experts of which 3 from 2 of 3 groups, each 8 wide (silu) and a shared one",
+        ),
+        (
+            "loud/gemma3",
+            "1 layer, 4 heads on 2 of 8, an MLP 24 wide (gelu_tanh), RoPE",
+        ),
+        ("loud/gpt_oss", "the MLP, learned sinks"),
+    ],
+)
+def test_inspect_describes_layers_in_words(family, words):
+    lines = describe(ROOT / family)
+    layers = [value for label, value in lines.items() if label.startswith("layers")]
+    assert any(words in value for value in layers)
+    assert not any(re.search(r"[A-Z]\w+\(\w+=|\w+=None", value) for value in lines.values())
 
 
 def test_inspect_says_that_images_are_not_read():

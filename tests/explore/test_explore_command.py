@@ -45,6 +45,15 @@ def test_it_writes_a_page_and_says_how_large_it_is(explore, tmp_path, capsys):
     ]
 
 
+def test_without_a_text_it_reads_one_that_kvjax_brings(tmp_path, capsys):
+    out = tmp_path / "page.html"
+    command = ["explore", "--out", str(out), "--methods", "full", "--steps", "1", "--tokens", "40"]
+    explore_command.run(cli._parser().parse_args(command))
+    output = capsys.readouterr()
+    assert "40 tokens, 1 steps, 1 methods" in output.out and "--text FILE takes your own" in output.err
+    assert '"tokens"' in out.read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize(
     ("args", "says"),
     [

@@ -333,6 +333,15 @@ def _format_quality(row: Row | None, has_interval: bool) -> str:
     return f"{text} {format_uncertainty(row, measure)}".rstrip() if has_interval else text
 
 
+def describe_row(row: Row) -> str:
+    """Says a row in one line, as a run shows it before its table is there."""
+    at = "" if row["length"] is None else f" at {row['length']:,} tokens"
+    if row["task"] == SPEED:
+        return f"{row['method']}{at}: {row['tokens_per_second']:,.0f} tokens/s"
+    unit = "" if row["score"] is None else " percent right"
+    return f"{row['method']}{at}: {row['task']} {_format_quality(row, True)}{unit}, {row['contexts']:,} contexts"
+
+
 def costs(rows: Sequence[Row]) -> dict[str, float | None]:
     """Returns one method's KiB per context in bfloat16, prefill seconds and tokens/s: means over its tasks."""
     names = ("device_percent", "device_bfloat16_kib", "host_bfloat16_kib", "prefill_seconds", "tokens_per_second")

@@ -17,6 +17,7 @@ from kvjax.eval.run import bars, parts, store
 from kvjax.eval.run.cells import make_cells
 from kvjax.eval.run.comparison import Comparison
 from kvjax.eval.run.evaluate import check_cases, evaluate
+from kvjax.eval.run.finished_rows import FinishedRows, describe_earlier
 from kvjax.eval.run.parts import Part, parse_part
 from kvjax.eval.run.ray_workers import RayWorkers
 from kvjax.eval.tasks import suite
@@ -66,7 +67,8 @@ def compare(
       progress: whether to show how far it is; by default on a terminal and in a notebook. A `rich` progress is used
         as it is.
       left_out: called with a line for each task that does not fit in a length, which is then left out.
-      announce: called with a line that says how long the run will take, once its first batches show it.
+      announce: called with lines for whoever waits: what `out` held before, how long the run will take, once its first
+        batches show it, and each row as soon as it is finished.
       other_seconds: what was spent before, and counts as part of the run in that line.
       part: asks a part of the cases only, such as "3/8", and keeps its answers in the folder `part-3-of-8` of `out`;
         `kvjax report` puts the parts together.
@@ -96,14 +98,14 @@ def compare(
     is_writer = not is_shared(model.mesh) or processes.is_writer()
     if out is not None and is_writer:
         parts.check_folder(Path(out), part)
-    lengths, cells, content = spec.lengths if speed else (), None, b""
+    check_cases(cases)
+    lengths, content = spec.lengths if speed else (), b""
+    cells = make_cells(cases, method_names, batch, lengths)
     if part is not None:
-        check_cases(cases)
         hashes = {name: method_hash(method) for name, method in resolve(methods).items()}
-        all_cells = make_cells(cases, method_names, batch, lengths)
-        numbers = parts.assign_parts(model, all_cells, part.count, question_aware)
-        content, run["part"] = parts.describe_cells(all_cells, numbers, part, hashes)
-        cells = [cell for cell, number in zip(all_cells, numbers, strict=True) if number == part.number]
+        numbers = parts.assign_parts(model, cells, part.count, question_aware)
+        content, run["part"] = parts.describe_cells(cells, numbers, part, hashes)
+        cells = [cell for cell, number in zip(cells, numbers, strict=True) if number == part.number]
         out = Path(str(out)) / part.folder
     if workers is not None:
         run |= workers.load(model)
@@ -113,6 +115,10 @@ def compare(
     with contextlib.ExitStack() as stack:
         out = out if out is not None else stack.enter_context(tempfile.TemporaryDirectory(prefix="kvjax-"))
         records = stack.enter_context(store.open_store(out, run)) if is_writer else store.Follower()
+        if announce is not None:
+            if records.records:
+                announce(describe_earlier(out, records.records))
+            records.on_append = FinishedRows(records, cells, announce).note
         if part is not None and is_writer:
             parts.write_cells(Path(out), content)
         options |= {"announce": announce, "other_seconds": other_seconds, "workers": workers}

@@ -12,7 +12,7 @@ import datetime
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,10 @@ def record_key(record: Mapping[str, Any]) -> RecordKey:
 
 
 class Store:
-    """The records of one run, owned by one process; `open_store` makes it."""
+    """The records of one run, owned by one process; `open_store` makes it.
+
+    `on_append` is called with the records that `append` has written.
+    """
 
     def __init__(
         self,
@@ -57,6 +60,7 @@ class Store:
         early = list(early)
         self._early = {record_key(r): r for r in early if record_key(r) not in self._records}
         self._has_early_file = bool(early)
+        self.on_append: Callable[[Sequence[Mapping[str, Any]]], None] = lambda records: None
 
     @property
     def records(self) -> list[dict[str, Any]]:
@@ -87,6 +91,7 @@ class Store:
         self._records |= {record_key(r): r for r in new}
         for r in new:
             self._early.pop(record_key(r), None)
+        self.on_append(new)
 
     def append_early(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Keeps records on disk until their turn comes and `append` writes them; raises KvjaxError as `append` does."""

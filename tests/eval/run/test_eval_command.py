@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
 import json
 import os
 import signal
@@ -153,6 +154,39 @@ def test_how_long_it_takes_is_said_on_stderr_and_nowhere_else(toy, tmp_path, cap
     assert " in all, of which " not in capsys.readouterr().err
 
 
+def said(err, start="kvjax: "):
+    return [line for line in err.splitlines() if line.startswith(start)]
+
+
+def test_each_row_is_said_as_soon_as_it_is_finished(toy, tmp_path, capsys, monkeypatch):
+    written, append = [], store.Store.append
+
+    def append_and_note(self, records):
+        append(self, records)
+        written.append((len(self.records), capsys.readouterr().err))
+
+    monkeypatch.setattr(store.Store, "append", append_and_note)
+    args = [*toy[:-1], "40,44", "--out", str(tmp_path), "--no-speed", "--methods", METHODS]
+    assert cli.main(args) == 0
+    # Two methods, and three cases of each task and length in a batch: every batch finishes a row.
+    rows = [(number, line) for number, err in written for line in said(err, "kvjax: full at ")]
+    assert len(rows) == 4 and rows[0][0] == 3 and "kvjax: full at 40 tokens: asking " in rows[0][1]
+    assert rows[0][1].endswith(" percent right, 3 contexts") and "b, 3 contexts" in rows[2][1]
+    every = [line for _, err in written for line in said(err, "kvjax: snapkv:budget=16,window=4 at ")]
+    assert len(every) == 4 and "text" in every[3] and " ±" in every[3]
+
+
+def test_a_second_run_says_what_was_there_and_how_to_start_anew(toy, tmp_path, capsys):
+    args = [*toy, "--out", str(tmp_path / "run"), "--no-speed"]
+    assert cli.main([*args, "--methods", "full"]) == 0
+    assert said(capsys.readouterr().err, f"kvjax: {tmp_path / 'run'}") == []
+    assert cli.main([*args, "--methods", METHODS]) == 0
+    (line,) = said(err := capsys.readouterr().err, f"kvjax: {tmp_path / 'run'}")
+    assert "already holds 6 records of full on asking, text at 40 tokens; this run adds to them" in line
+    assert "To start anew, choose another folder or delete this one" in line
+    assert said(err, "kvjax: full at ") == [] and len(said(err, "kvjax: snapkv")) == 2
+
+
 def test_a_run_writes_all_its_files_and_grows(toy, tmp_path, capsys):
     args = [*toy, "--out", str(tmp_path), "--no-speed"]
     assert cli.main([*args, "--methods", "full"]) == 0
@@ -219,6 +253,8 @@ def test_the_list_of_tasks(toy, capsys):
 
 def test_without_the_libraries_of_the_page_the_table_is_still_written(toy, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "matplotlib" else find_spec(name))
     for name in ("plots", "report", "charts"):
         monkeypatch.delitem(sys.modules, f"kvjax.eval.page.{name}", raising=False)
         monkeypatch.delattr(f"kvjax.eval.page.{name}", raising=False)
@@ -230,7 +266,9 @@ def test_without_the_libraries_of_the_page_the_table_is_still_written(toy, tmp_p
         return compare(*args, **options)
 
     monkeypatch.setattr(eval_command, "compare", note_and_compare)
-    assert cli.main([*toy, "--out", str(tmp_path), "--no-speed", "--methods", "full"]) == 2
+    assert cli.main([*toy, "--out", str(tmp_path), "--no-speed", "--methods", "full"]) == 0
     assert "kvjax: without matplotlib there will be summary.csv and no page; for that: pip install" in earlier_errors[0]
     assert (tmp_path / eval_command.CSV).read_text().count("\n") == 3 and not (tmp_path / "report.html").exists()
-    assert "plots need matplotlib" in capsys.readouterr().err
+    end = capsys.readouterr().err
+    assert f'no plots and no page without matplotlib: pip install "kvjax[eval]", then kvjax report {tmp_path}' in end
+    assert cli.main(["report", str(tmp_path)]) == 2 and "plots need matplotlib" in capsys.readouterr().err
