@@ -30,10 +30,7 @@ def run(args: argparse.Namespace) -> None:
             arguments.integer(f"--{name}", getattr(args, name))
     if args.text is None:
         text, name = _default_text(), "source code"
-        print(
-            f"kvjax: reading {len(text):,} characters of source code; --text FILE takes a text of yours",
-            file=sys.stderr,
-        )
+        print(f"kvjax: reading {len(text):,} characters of {name}; --text FILE takes your own", file=sys.stderr)
     else:
         text, name = read_text_file(args.text, "--text"), args.text.name
         if not text.strip():

@@ -129,7 +129,7 @@ def figure(plot: Plot) -> Figure:
     size = (max(width * columns, 4.2), (height + 0.3) * lines)
     legend_columns = max(1, int(size[0] // 3.2))
     with matplotlib.rc_context(RC):
-        under = 0.2 * -(-len(plot.styles) // legend_columns) + 0.2 if plot.styles else 0
+        under = 0.2 * -(-len(plot.styles) // legend_columns) + 0.4 if plot.styles else 0
         fig = _Picture(figsize=(size[0], size[1] + under), layout="constrained", facecolor="white")
         axes = fig.subplots(lines, columns, squeeze=False).flat
         for ax, panel in zip(axes, plot.panels, strict=False):
@@ -139,9 +139,9 @@ def figure(plot: Plot) -> Figure:
             ax.set_visible(False)
         if plot.styles:
             marks = [Line2D([], [], color=s.color, marker=s.marker, linestyle="") for s in plot.styles.values()]
-            fig.legend(
-                marks, list(plot.styles), loc="outside lower center", ncols=legend_columns, frameon=False, fontsize=8
-            )
+            legend = {"loc": "outside lower center", "ncols": legend_columns, "frameon": False, "fontsize": 8}
+            title = "bars: 95% intervals over contexts"
+            fig.legend(marks, list(plot.styles), title=title, title_fontsize=8, **legend)
         if plot.kind == "needle":
             scale = ScalarMappable(cmap=charts.MAP)
             fig.colorbar(scale, ax=fig.axes, format=charts.PERCENT, shrink=0.8, label=charts.SCORE_LABEL)

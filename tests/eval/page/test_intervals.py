@@ -84,6 +84,7 @@ def test_contexts_that_all_agree_leave_an_interval(n, value):
 def test_twenty_of_twenty_may_lose_sixteen_points():
     assert score_interval([1.0] * 20) == pytest.approx((20 / (20 + Z * Z), 1))
     assert paired_interval([1.0] * 20, [1.0] * 20)[0] == pytest.approx(-0.1611, abs=1e-4)
+    assert paired_interval([1.0] * 73, [1.0] * 73)[0] > -0.05 > paired_interval([1.0] * 72, [1.0] * 72)[0]
 
 
 def test_scores_between_the_ends_vary_less_and_count_as_more_contexts():
