@@ -12,11 +12,14 @@ import pytest
 
 import kvjax
 from kvjax import Config, cli
+from kvjax.eval import Comparison
+from kvjax.eval.page import summary
 from kvjax.eval.run import eval_command, harness
 from kvjax.eval.tasks.case import Spec
 from kvjax.models import checkpoint
 from kvjax.testbed import vocab
 from kvjax.testing import toy_model
+from tests.eval import fake_run
 
 
 @pytest.fixture
@@ -50,6 +53,7 @@ def test_it_prints_the_table_and_writes_rows_and_a_picture(choices, tmp_path, ca
     assert cli.main(["demo", *model, "--methods", "full; snapkv:budget=25%", "--out", str(out)]) == 0
     text = capsys.readouterr().out
     assert "of full" in text and "tok/s" in text and "snapkv:budget=25%" in text
+    assert eval_command.SMALL_MODEL_NOTE in text
     assert text.splitlines()[-1] == f"wrote {out / 'demo.json'} and {out / 'demo.png'}"
     rows = json.loads((out / "demo.json").read_text())
     assert [(row["method"], row["task"]) for row in rows if row["task"] != "speed"] == [
@@ -58,6 +62,26 @@ def test_it_prints_the_table_and_writes_rows_and_a_picture(choices, tmp_path, ca
     assert (out / "demo.png").stat().st_size > 10_000
     ((_, tasks, spec),) = choices
     assert (tasks, spec.lengths, spec.contexts, spec.questions) == ("symbols.recall,ppl", (1024,), 8, 8)
+
+
+def test_the_note_below_the_table_has_the_numbers_of_the_readme():
+    """The demo shows two bits at 100% and README's picture has them at 12%."""
+    readme, note = (
+        (Path(__file__).parents[2] / "README.md").read_text(),
+        " ".join(eval_command.SMALL_MODEL_NOTE.split()),
+    )
+    assert "`kivi` with 2 bits 12 ±5%" in readme and "the exact cache answers 83 ±5%" in readme
+    assert "`kivi` with 2 bits" in note and "answers 12% of later questions on SmolLM2-135M" in note
+    assert "`full` answers 83%" in note and "docs/results.md" in note
+
+
+def test_the_picture_has_the_differences_of_texts_to_full():
+    rows = summary.rows(fake_run.records(["full", "kivi:bits=2"], ["ppl", "niah"], [512], 8))
+    score, text = Comparison.of(rows).plot().axes
+    assert {score.get_ylabel(), text.get_ylabel()} == {"score, 0 to 100", "bits per byte above full (less is better)"}
+    text = text if "bits" in text.get_ylabel() else score
+    full, kivi = (line.get_ydata()[0] for line in text.lines if line.get_marker() not in ("", "None"))
+    assert full == 0 and 0 < kivi < 0.01
 
 
 @pytest.mark.parametrize(

@@ -41,15 +41,15 @@ INSTALL = 'pip install "kvjax[eval]"'
 
 # The exact cache, and three ways to a quarter of its bytes: fewer bits, fewer tokens, and some of both.
 DEMO_METHODS = "full; kivi:bits=2,residual=32; snapkv:budget=25%; snapkv:budget=50% + kivi:bits=4,residual=64"
-SMALL_MODEL_NOTE = """\
-This model was trained to recall pairs, and a few bits keep what that takes: `kivi` with 2 bits is right as often as
-`full` here, and answers 12% of later questions on SmolLM2-135M, where `full` answers 83%. Numbers of real models are in
-docs/results.md; `kvjax demo --model smollm2-135m` makes some."""
 ALL_DEMO_METHODS = (
     "full; offload; kcache:n=32; kivi:bits=2; kivi:bits=1,residual=64; specache:bits=1; snapkv:budget=512; "
     "snapkv:budget=512 + kvcrush; snapkv:budget=512 + kvcrush + kivi:bits=4; h2o:heavy=256,recent=256; "
     "streaming_llm:recent=508"
 )
+SMALL_MODEL_NOTE = """\
+This model was trained to recall pairs, and a few bits keep what that takes: `kivi` with 2 bits is right as often as
+`full` here, and answers 12% of later questions on SmolLM2-135M, where `full` answers 83%. Numbers of real models are in
+docs/results.md; `kvjax demo --model smollm2-135m` makes some."""
 
 
 def run(args: argparse.Namespace, mesh: Mesh | None = None) -> None:

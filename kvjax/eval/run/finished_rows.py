@@ -12,6 +12,8 @@ from kvjax.eval.run.cells import Cell
 from kvjax.eval.run.store import Store
 from kvjax.utils import display
 
+MOST_METHODS = 6  # that are named; more are counted
+
 
 class FinishedRows:
     """Says each row of the table as soon as all its cases have records; rows that were whole before are not said.
@@ -49,7 +51,8 @@ def describe_earlier(out: str | Path, records: Sequence[Mapping[str, Any]]) -> s
     methods, tasks = (summary.distinct_values(records, field) for field in ("method", "task"))
     lengths = sorted({n for r in records if (n := summary.length_of(r)) is not None})
     at = f" at {', '.join(f'{n:,}' for n in lengths)} tokens" if lengths else ""
-    held = f"{display.count(len(records), 'record')} of {'; '.join(methods)} on {', '.join(tasks)}{at}"
+    shown = "; ".join(methods) if len(methods) <= MOST_METHODS else display.count(len(methods), "method")
+    held = f"{display.count(len(records), 'record')} of {shown} on {', '.join(tasks)}{at}"
     return (
         f"{out} already holds {held}; this run adds to them, and its table has them all. To start anew, choose another "
         "folder or delete this one"
