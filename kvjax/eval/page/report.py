@@ -130,8 +130,7 @@ def _fewest_bytes(
     fewest: dict[str, list[str]] = {}
     for task, against in _differences_to_full(rows, run).items():
         own = {r["method"]: size(r) for r in rows if r["task"] == task and r["device_percent"] is not None}
-        keeping_up = [m for m, (d, _) in against.items() if paired_difference.keeps_up(d)]
-        good = [m for m in own if m == run.full or m in keeping_up]
+        good = [m for m in own if m == run.full or (m in against and paired_difference.keeps_up(against[m][0]))]
         fewest.setdefault(min(good, key=own.__getitem__), []).append(task)
     mean = {m: summary.mean_error(size(r) for r in rows if r["method"] == m)[0] for m in fewest}
     return [{"method": m, "tasks": tasks, "percent": mean[m]} for m, tasks in fewest.items()]
@@ -156,10 +155,13 @@ def _differences_to_full(
     Methods come with the fewest bytes on the device first.
     """
     found: dict[str, dict[str, tuple[Difference, str]]] = {}
-    for task in summary.distinct_values(rows, "task") if run.full is not None else ():
+    full = run.full
+    if full is None:
+        return found
+    for task in summary.distinct_values(rows, "task"):
         own = {r["method"]: r["device_percent"] for r in rows if r["task"] == task and r["device_percent"] is not None}
-        for method in sorted(own.keys() & run.cases.keys() - {run.full}, key=own.__getitem__):
-            differences = ((run.difference(method, run.full, v, task), name) for name, v in paired_difference.MEASURES)
+        for method in sorted(own.keys() & run.cases.keys() - {full}, key=own.__getitem__):
+            differences = ((run.difference(method, full, v, task), name) for name, v in paired_difference.MEASURES)
             if first := next(((d, name) for d, name in differences if d is not None), None):
                 found.setdefault(task, {})[method] = first
     enough = paired_difference.ENOUGH_CONTEXTS

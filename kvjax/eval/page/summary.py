@@ -193,7 +193,7 @@ def _summarize_cases(key: tuple, cases: Sequence[Record], exact: Mapping, speeds
     return row
 
 
-def interval_of(row: Row, measure: str) -> Interval | None:
+def interval_of(row: Record, measure: str) -> Interval | None:
     """Returns the 95% interval of a row's measure, or None."""
     low, high = row[f"{measure}_low"], row[f"{measure}_high"]
     return None if low is None or high is None else Interval(low, high)
