@@ -262,8 +262,7 @@ def write_csv(rows: Iterable[Row], path: Path) -> Path:
     return write_text(Path(path), text.getvalue())
 
 
-INTERVALS = "(..) and ±: 95% intervals over contexts"
-MOST_TASK_COLUMNS, MOST_COLUMNS_WITH_ERRORS = 7, 3  # so that the table fits 100 columns of a terminal
+MOST_TASK_COLUMNS, MOST_COLUMNS_WITH_INTERVALS = 7, 3  # so that the table fits 100 columns of a terminal
 
 
 def table(rows: Sequence[Row]) -> Table:
@@ -284,15 +283,17 @@ def table(rows: Sequence[Row]) -> Table:
     cost_formats["tokens_per_second"] = ",.0f"
     for method in distinct_values(chosen, "method"):
         own = {r["task"]: r for r in chosen if r["method"] == method}
-        cells = [_format_quality(own.get(task), len(shown) <= MOST_COLUMNS_WITH_ERRORS) for task in shown]
+        cells = [_format_quality(own.get(task), len(shown) <= MOST_COLUMNS_WITH_INTERVALS) for task in shown]
         cost = costs(list(own.values()))
         cells += ["-" if cost[name] is None else format(cost[name], form) for name, form in cost_formats.items()]
         t.add_row(method, *cells)
     has_bits = any(r["bits"] is not None for r in chosen)
     caption = ["percent right, or bits per byte (b)" if has_bits else "percent right"]
-    if len(shown) <= MOST_COLUMNS_WITH_ERRORS:
-        has_difference = any(r["bits_above_full"] is not None for r in chosen)
-        caption += [f"{INTERVALS}; + and - from full, context by context" if has_difference else INTERVALS]
+    if len(shown) <= MOST_COLUMNS_WITH_INTERVALS:
+        caption += [f"(..){' and ±' if has_bits else ''}: 95% intervals over contexts"]
+        caption += (
+            ["+ and - from full on the same texts"] if any(r["bits_above_full"] is not None for r in chosen) else []
+        )
     caption += ["tasks averaged by family"] if is_by_family else []
     caption += [f"{len(left)} more in the CSV file"] if left else []
     caption += ["device, host: KiB of a context, of full: percent of the exact cache's bytes, all in bfloat16"]
