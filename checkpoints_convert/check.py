@@ -19,6 +19,7 @@ from kvjax.errors import KvjaxError
 from kvjax.generation.model_calls import logits
 from kvjax.models import checkpoint
 from kvjax.models.model import Model
+from kvjax.utils.files import expand_user
 from kvjax.utils.packages import import_optional
 
 LOGIT_TOLERANCE = 1e-4
@@ -48,6 +49,7 @@ def check(src, dst, *, compare_logits: bool | None = None, progress: Progress | 
     Raises:
       KvjaxError: listing all differences; or naming what `compare_logits` needs and is not installed.
     """
+    src, dst = expand_user(src), expand_user(dst)
     source, record = open_source(src), checkpoint.read_manifest(dst)
     plan = plan_conversion(source)
     problems = []
@@ -61,11 +63,11 @@ def check(src, dst, *, compare_logits: bool | None = None, progress: Progress | 
         if ours != theirs:
             problems.append(f"config field {name}: {ours!r}, the source says {theirs!r}")
     for name, content in source.tokenizer_files().items():
-        file = Path(dst) / name
+        file = dst / name
         if not file.is_file() or file.read_bytes() != content:
             problems.append(f"{name}: not the source's")
     if not problems:
-        problems = _compare_tensors(source, plan, Path(dst), record, progress)
+        problems = _compare_tensors(source, plan, dst, record, progress)
     lacking, difference, refusal = missing_packages(src), None, None
     if problems:
         refusal = f"{dst} is not {src}; convert it again:\n  " + "\n  ".join(problems)

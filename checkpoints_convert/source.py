@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -87,8 +88,8 @@ class Directory:
         config = self._read_json("config.json")
         if config is None:
             what = f"{directory} has no config.json"
-            if not self.directory.is_dir():
-                what = f"there is no directory {directory}"
+            if not os.path.isdir(self.directory):
+                what = f"{directory} is a file" if os.path.isfile(directory) else f"there is no directory {directory}"
             problem = f"{what}; give the directory that holds config.json and the weights"
         else:
             self.config: dict[str, Any] = config
@@ -100,7 +101,7 @@ class Directory:
 
     def _read_json(self, name: str) -> dict[str, Any] | None:
         file = self.directory / name
-        return parse_json_object(file.read_bytes(), file) if file.is_file() else None
+        return parse_json_object(file.read_bytes(), file) if os.path.isfile(file) else None
 
     def tokenizer_files(self) -> dict[str, bytes]:
         """Returns the tokenizer's files as they are.

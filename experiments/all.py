@@ -30,6 +30,7 @@ from experiments.papers.questions import MULTIKEYS, SINGLES
 from kvjax import KvjaxError
 from kvjax.eval.run.parts import parse_part
 from kvjax.eval.tasks.suite import split_words
+from kvjax.utils.files import make_folder
 
 ROOT = Path(__file__).resolve().parents[1]  # scripts run here, so that no document names a path of this machine
 RESULTS, README = ROOT / "experiments" / "results", ROOT / "experiments" / "README.md"
@@ -167,7 +168,7 @@ def run_one(entry: Entry, results: Path) -> str | None:
 
 def run_all(entries: Sequence[Entry], results: Path) -> dict[str, str]:
     """Runs all scripts; returns the problems by name."""
-    results.mkdir(parents=True, exist_ok=True)
+    make_folder(results)
     start, problems = time.monotonic(), {}
 
     def format_minutes(seconds: float) -> str:

@@ -34,7 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from experiments.bench.measuring import log_progress, make_parser, parse_integers
+from experiments.bench.measuring import log_progress, make_parser, output_file, parse_integers
 from experiments.papers.common import run_script
 from kvjax import Context, KvjaxError, Model
 from kvjax.cache.bound_layer import MethodLayer
@@ -58,6 +58,7 @@ from kvjax.generation.memory_plan import planned_bytes
 from kvjax.generation.model_calls import replay_prompts
 from kvjax.registry.strings import method_of
 from kvjax.reuse.full_kv import FullKV, read_exactly
+from kvjax.utils.files import check_output
 
 SETTINGS = Path(__file__).with_suffix(".toml")
 TASKS = {"turns": "turns.essays", "alone": "shared.essays"}
@@ -458,10 +459,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     p.add_argument("--only", default="", help="only methods whose string contains this")
     p.add_argument("--without", default="", help="no methods whose string contains one of these")
     p.add_argument("--check", action="store_true", help="run each setting as its method does, too")
-    p.add_argument("--out", type=Path, default=Path("runs/divisions.jsonl"), help="the records")
-    p.add_argument("--results", type=Path, help="their sum")
+    p.add_argument("--out", type=output_file, default=Path("runs/divisions.jsonl"), help="the records")
+    p.add_argument("--results", type=output_file, help="their sum")
     args = p.parse_args(argv)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
+    check_output(args.out)
     drop_torn_line(args.out)
     model = kvjax.load(args.model)
     settings = make_settings(model, args)

@@ -19,6 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments import equal_bytes_table
+from experiments.bench.measuring import output_file
 from kvjax.eval.page.summary import mean_error
 
 ROOT = Path(__file__).parents[1]
@@ -294,8 +295,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Prints the tables and draws the figures."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("results", type=Path, nargs="?", default=RESULTS / "divisions.smollm2.json")
-    p.add_argument("--curves", type=Path, default=CURVES, help="file of README's picture")
-    p.add_argument("--where", type=Path, default=WHERE, help="file of the figure")
+    p.add_argument("--curves", type=output_file, default=CURVES, help="file of README's picture")
+    p.add_argument("--where", type=output_file, default=WHERE, help="file of the figure")
     p.add_argument("--share", default="1/4", help="of the bytes, in the figure")
     p.add_argument("--scorers", default="repeated prompt (KVzip);turned queries", help="two of them, in the figure")
     p.add_argument("--no-pictures", action="store_true")

@@ -31,6 +31,8 @@ from experiments.bench.measuring import (
     connect_workers,
     log_progress,
     make_parser,
+    output_file,
+    output_folder,
     parse_integers,
 )
 from experiments.papers.common import run_script
@@ -224,8 +226,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     p.add_argument("--batch", type=int, default=8)
     p.add_argument("--seeds", type=parse_integers, default=[0, 1, 2])
     p.add_argument("--text", type=Path, help="a UTF-8 text (default: held-out source code)")
-    p.add_argument("--out", type=Path, default=Path("runs/equal_bytes"), help="the records")
-    p.add_argument("--results", type=Path, default=RESULTS, help="their sum")
+    p.add_argument("--out", type=output_folder, default=Path("runs/equal_bytes"), help="the records")
+    p.add_argument("--results", type=output_file, default=RESULTS, help="their sum")
     add_worker_options(p)
     args = p.parse_args(argv)
     with connect_workers(args) as workers:

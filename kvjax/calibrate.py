@@ -33,6 +33,7 @@ from kvjax.registry.loading import load_all
 from kvjax.registry.strings import method_of
 from kvjax.reuse.full_kv import observe_prompts
 from kvjax.utils import arguments
+from kvjax.utils.files import expand_user
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,8 +198,9 @@ def calibrate(
     Raises:
       KvjaxError: the folder is missing, the kind is unknown, or it is counted on documents and there are none.
     """
-    if not Path(out).parent.is_dir():
-        raise KvjaxError(f"there is no folder {Path(out).parent} to write {Path(out).name} into; make it first")
+    out = expand_user(out)
+    if not out.parent.is_dir():
+        raise KvjaxError(f"there is no folder {out.parent} to write {out.name} into; make it first")
     layers, name = count_arrays(model, kind, documents, rows), kind.partition(":")[0]
     return table_file.write(out, name, specs(model.config)[0], layers, source or f"kvjax calibrate {kind} {model.name}")
 

@@ -18,7 +18,7 @@ from kvjax import processes
 from kvjax.core.compile_cache import use_compilation_cache
 from kvjax.errors import KvjaxError
 from kvjax.utils import arguments
-from kvjax.utils.files import check_output, read_text_file
+from kvjax.utils.files import check_output, expand_user, read_text_file
 
 if TYPE_CHECKING:  # a command imports its modules when it runs, so that `kvjax --help` answers at once
     from jax.sharding import Mesh
@@ -56,12 +56,12 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     args = _parser().parse_args(argv)
     args.argv = argv
-    use_compilation_cache()
     try:
-        _join_processes(args)
         with warnings.catch_warnings():
             # One line, without the place in the code that gave the warning.
             warnings.showwarning = lambda message, *_, **__: _print_warning(message)
+            use_compilation_cache()
+            _join_processes(args)
             _load_methods(args)
             status = args.run(args) or 0
         sys.stdout.flush()
@@ -134,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="command")
 
     demo = commands.add_parser("demo", help="methods on one model: quality, bytes and speed in one table")
-    demo.add_argument("--out", type=Path, default=Path("out/demo"), help="where demo.json and demo.png go")
+    demo.add_argument("--out", type=expand_user, default=Path("out/demo"), help="where demo.json and demo.png go")
     demo.add_argument("--model", default="testbed", help=MODEL)
     demo.add_argument("--methods", help="method strings separated by ';' (default: four, with --full eleven)")
     demo.add_argument("--full", action="store_true", help="longer contexts and more methods: minutes instead of one")
@@ -151,10 +151,10 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--chat", action="store_true", help="each prompt is a message to which a chat model answers")
     generate.add_argument("--system", metavar="TEXT", help="with --chat: the system message before each prompt")
     generate.add_argument(
-        "--tools", type=Path, metavar="FILE", help="with --chat: a JSON file, a list of tools' schemas"
+        "--tools", type=expand_user, metavar="FILE", help="with --chat: a JSON file, a list of tools' schemas"
     )
     generate.add_argument(
-        "--documents", type=Path, metavar="FILE", help="with --chat: a JSON file, a list of texts to cite"
+        "--documents", type=expand_user, metavar="FILE", help="with --chat: a JSON file, a list of texts to cite"
     )
     generate.add_argument(
         "--chat-template-kwargs",
@@ -220,12 +220,14 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="one self-contained HTML page from what eval wrote; merges folders")
     report.add_argument(
         "dir",
-        type=Path,
+        type=expand_user,
         nargs="+",
         metavar="DIR",
         help="the --out of kvjax eval, whose parts are put together; or several",
     )
-    report.add_argument("--out", type=Path, help="where several folders go (default: the folder that holds the parts)")
+    report.add_argument(
+        "--out", type=expand_user, help="where several folders go (default: the folder that holds the parts)"
+    )
     report.add_argument("--partial", action="store_true", help="of what is there, though parts are missing")
     report.set_defaults(run=lambda args: import_module("kvjax.eval.run.eval_command").report(args))
     for name in ("demo", "generate", "explore", "methods", "check", "calibrate", "eval", "plan", "report"):
@@ -258,8 +260,8 @@ def _add_explore(p: argparse.ArgumentParser) -> None:
     p.add_argument("--model", default="testbed", help=MODEL)
     p.add_argument("--methods", help="method strings separated by ';' (default: four of different kinds)")
     text = "a UTF-8 text to read and continue (default: some source code that kvjax brings)"
-    p.add_argument("--text", type=Path, metavar="FILE", help=text)
-    p.add_argument("--out", type=Path, default=Path("out/explore.html"), help="the page (default: %(default)s)")
+    p.add_argument("--text", type=expand_user, metavar="FILE", help=text)
+    p.add_argument("--out", type=expand_user, default=Path("out/explore.html"), help="the page (default: %(default)s)")
     p.add_argument("--steps", type=_integer, default=32, help="most tokens of the answer (default: %(default)s)")
     p.add_argument("--tokens", type=_integer, help="read the text's first tokens only")
     p.add_argument("--chat", action="store_true", help="the text is a message to which a chat model answers")
@@ -270,8 +272,8 @@ def _add_explore(p: argparse.ArgumentParser) -> None:
 def _add_calibrate(p: argparse.ArgumentParser) -> None:
     p.add_argument("kind", metavar="KIND", help="which table, as the method's description says, for example bases")
     p.add_argument("model", metavar="MODEL", help=MODEL)
-    p.add_argument("out", type=Path, metavar="OUT", help="the file to write, for the method's parameter `table`")
-    p.add_argument("--text", type=Path, help="a UTF-8 text to read, for a kind that brings none itself")
+    p.add_argument("out", type=expand_user, metavar="OUT", help="the file to write, for the method's parameter `table`")
+    p.add_argument("--text", type=expand_user, help="a UTF-8 text to read, for a kind that brings none itself")
     p.add_argument("--tokens", type=_integer, default=65_536, help="how much of it (default: %(default)s)")
     p.add_argument("--context", type=_integer, default=2048, help="tokens read as one document (default: %(default)s)")
     p.add_argument("--batch", type=_integer, default=1, help="documents at a time (default: %(default)s)")
@@ -289,7 +291,7 @@ def _add_eval(p: argparse.ArgumentParser) -> None:
     )
     p.add_argument("--tasks", default="niah,ruler,ppl", help="names separated by commas (default: %(default)s)")
     p.add_argument("--lengths", default="512,1024,2048", help="tokens of a context (default: %(default)s)")
-    p.add_argument("--out", type=Path, default=Path("out/eval"), help="where it writes, and goes on from")
+    p.add_argument("--out", type=expand_user, default=Path("out/eval"), help="where it writes, and goes on from")
     p.add_argument("--contexts", type=_integer, default=8, help="cases per task and length (default: %(default)s)")
     p.add_argument(
         "--questions",
@@ -306,10 +308,10 @@ def _add_eval(p: argparse.ArgumentParser) -> None:
     )
     p.add_argument(
         "--text",
-        type=Path,
+        type=expand_user,
         help="a UTF-8 text, a folder of them, or essays: for perplexity and as haystack (default: source code)",
     )
-    p.add_argument("--data", type=Path, help="the folder with the files of public benchmarks")
+    p.add_argument("--data", type=expand_user, help="the folder with the files of public benchmarks")
     p.add_argument("--dtype", **DTYPE)
     p.add_argument(
         "--chat",
@@ -373,7 +375,9 @@ def _add_plan(p: argparse.ArgumentParser) -> None:
     p.add_argument("--chunk", type=_integer, help="tokens of the prompt read at a time (default: all at once)")
     p.add_argument("--dtype", **DTYPE | {"help": "of weights and cache (default: %(default)s)"}, default="bfloat16")
     p.add_argument("--json", action="store_true", help="print everything as JSON, and nothing before it")
-    p.add_argument("--plot", type=Path, metavar="FILE", help="tokens per second against context: .png, .svg or .pdf")
+    p.add_argument(
+        "--plot", type=expand_user, metavar="FILE", help="tokens per second against context: .png, .svg or .pdf"
+    )
     p.set_defaults(run=lambda args: import_module("kvjax.planning.plan_command").run(args))
 
 
@@ -383,8 +387,7 @@ def _calibrate(args: argparse.Namespace) -> None:
     calibrate.parse_kind(args.kind)  # an unknown kind is reported before a model is loaded
     for name in ("tokens", "context", "batch"):
         arguments.integer(f"--{name}", getattr(args, name))
-    if args.text is not None:
-        check_output(args.out, args.text, "--text")
+    check_output(args.out, args.text, "--text")
     model, documents, read = kvjax.load(args.model, dtype=args.dtype), None, "documents of its own"
     if args.text is not None:
         documents = calibrate.split_documents(model, read_text_file(args.text, "--text"), args.tokens, args.context)

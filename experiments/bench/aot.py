@@ -606,8 +606,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", default="llama-3.1-8b", help="a name of kvjax.planning, or small or 125m")
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of the prompt")
     parser.add_argument("--layers", choices=("few", "all"), default="few")
-    parser.add_argument("--folder", type=Path, default=RESULTS, help="of the results")
-    parser.add_argument("--keep", type=Path, help="folder that gets the text of every compiled program")
+    parser.add_argument("--folder", type=measuring.output_folder, default=RESULTS, help="of the results")
+    parser.add_argument(
+        "--keep", type=measuring.output_folder, help="folder that gets the text of every compiled program"
+    )
     parser.add_argument("--programs", default=",".join(PROGRAMS), help="decode, prefill or both, with a comma")
     parser.add_argument("--seconds", type=float, default=MAX_SECONDS, help="after which a method is given up")
     parser.add_argument("--again", action="store_true", help="lower all methods anew, and compile what has changed")

@@ -10,6 +10,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,8 +18,10 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
+from kvjax.errors import KvjaxError
 from kvjax.eval.run.machine import machine, version
 from kvjax.eval.run.ray_workers import RayWorkers, connect_if_asked
+from kvjax.utils.files import check_output, make_folder
 
 PAUSE_SECONDS = 0.05  # lets idle threads of the library that ran last stop spinning before the next run is timed
 
@@ -29,6 +32,22 @@ Probes = tuple[int, dict[str, Callable[[], float]]]
 def make_parser(doc: str | None) -> argparse.ArgumentParser:
     """A parser whose help shows a module's docstring with its line breaks."""
     return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def output_folder(text: str) -> Path:
+    """The folder of an option, made as the options are read: before the work whose results it gets."""
+    try:
+        return make_folder(text)
+    except KvjaxError as e:
+        raise argparse.ArgumentTypeError(str(e)) from e
+
+
+def output_file(text: str) -> Path:
+    """The file of an option, whose folder is made as the options are read."""
+    try:
+        return check_output(Path(text))
+    except KvjaxError as e:
+        raise argparse.ArgumentTypeError(str(e)) from e
 
 
 def add_worker_options(p: argparse.ArgumentParser) -> None:

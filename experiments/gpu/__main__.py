@@ -87,7 +87,7 @@ def run_stage(name: str, out: Path, seconds: float) -> bool:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = measuring.make_parser(__doc__)
     parser.add_argument("--stages", default=",".join(STAGES), help="from: " + ", ".join(STAGES))
-    parser.add_argument("--out", type=Path, help="folder of results")
+    parser.add_argument("--out", type=measuring.output_folder, help="folder of results")
     parser.add_argument("--seconds", type=float, default=540.0, help="the most that a stage may take")
     parser.add_argument("--again", action="store_true", help="run stages that have a result, too")
     args = parser.parse_args(argv)

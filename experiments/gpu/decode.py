@@ -15,7 +15,6 @@ import json
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -100,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--compile-only", action="store_true", help="fills JAX's cache of programs, and times nothing")
     parser.add_argument("--probe-megabytes", type=int, default=4096, help="of the copy that measures bandwidth")
     parser.add_argument("--no-torch", action="store_true", help="leaves transformers out")
-    parser.add_argument("--write", type=Path, help="appends each cell to this file as a line of JSON")
+    parser.add_argument("--write", type=measuring.output_file, help="appends each cell to this file as a line of JSON")
     args = parser.parse_args(argv)
     before, config = machine(), SHAPES[args.model]
     model = fill_model(config, jnp.bfloat16)

@@ -146,8 +146,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--methods", help='separated by ";" (default: all)')
     parser.add_argument("--workers", type=int, default=8, help="processes at once on the GPU, and then on the CPU")
     parser.add_argument("--seconds", type=float, default=500.0, help="after which processes are ended")
-    parser.add_argument("--reference", type=Path, help="the CPU's results")
-    parser.add_argument("--write", type=Path, help="run the methods in this process, and write a line for each here")
+    parser.add_argument("--reference", type=measuring.output_file, help="the CPU's results")
+    parser.add_argument(
+        "--write", type=measuring.output_file, help="run the methods in this process, and write a line for each here"
+    )
     args = parser.parse_args(argv)
     names = args.methods.split(";") if args.methods else list(load_all())
     if args.write:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 import kvjax
-from experiments.bench.measuring import log_progress, make_parser
+from experiments.bench.measuring import log_progress, make_parser, output_folder
 from experiments.papers import questions
 from kvjax import Context, KvjaxError, Method, Model
 from kvjax.cli import use_compilation_cache
@@ -37,7 +37,7 @@ def model_parser(doc: str) -> argparse.ArgumentParser:
     p.add_argument("--model", default="testbed", help="a checkpoint directory (default: the shipped model)")
     p.add_argument("--length", type=int, default=2048, help="tokens of a context")
     p.add_argument("--text", type=Path, help="a UTF-8 text to continue, or essays (default: held-out source code)")
-    p.add_argument("--out", type=Path, default=Path("out"), help="folder for plots")
+    p.add_argument("--out", type=output_folder, default=Path("out"), help="folder for plots")
     p.add_argument("--seed", type=int, default=SEED)
     return p
 

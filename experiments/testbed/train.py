@@ -16,6 +16,7 @@ from pathlib import Path
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import kvjax
+from experiments.bench.measuring import output_folder
 from experiments.testbed import batches, plot
 from experiments.testbed.curriculum import Curriculum
 from experiments.testbed.trainer import Recipe, Run, open_manager
@@ -35,7 +36,7 @@ PRESETS = {"cpu": {"tokens": 4096, "steps": 6000}, "gpu": {"tokens": 65_536, "st
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Parses the command line."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--out", type=Path, required=True, help="directory of the run")
+    p.add_argument("--out", type=output_folder, required=True, help="directory of the run")
     p.add_argument("--preset", choices=PRESETS, default="cpu", help="tokens per step and steps")
     p.add_argument("--tokens", type=int, help="tokens per step (default: the preset's)")
     p.add_argument("--start", help="start from this model's weights, past all stages: 'testbed', or a directory")
@@ -98,7 +99,6 @@ def export(run: Run, directory: Path, start: str | None = None) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_arguments(argv)
-    args.out.mkdir(parents=True, exist_ok=True)
     run = Run(recipe(args), corpus.load("train"))
     if args.start:
         run.begin_grown(kvjax.load(args.start).params)

@@ -47,7 +47,6 @@ def run(args: argparse.Namespace) -> None:
         )
     say = functools.partial(print, "kvjax: reading under", file=sys.stderr)
     exploration = explore(model, ids, list(methods), args.steps, say)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     page = explorer_page.render(exploration, model.tokenizer, name)
     num_bytes = write_text(args.out, page).stat().st_size
     counts = f"{len(ids)} tokens, {len(exploration.answer)} steps, {len(methods)} methods"

@@ -18,7 +18,7 @@ from kvjax.core.types import Array
 from kvjax.errors import KvjaxError, OtherWeights
 from kvjax.models.model import Model
 from kvjax.processes import gather, is_writer
-from kvjax.utils.files import replace_atomically
+from kvjax.utils.files import expand_user, replace_atomically
 
 HEADER, SEAL = "header", "seal"
 """The entries that are no arrays: a JSON description of the arrays, and its digest (a zip checks the arrays itself)."""
@@ -45,7 +45,7 @@ def write(
     The first of several processes writes. `header` has the values of `form.fields`; `deflate` compresses the arrays. A
     reader must have a model of the same configuration, dtype and weights.
     """
-    path = Path(path)
+    path = expand_user(path)
     header = {
         "format": form.name,
         "version": form.version,
@@ -70,9 +70,13 @@ def write(
 
 
 def read(path: str | Path, form: Format, model: Model) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Reads the header and the arrays; raises KvjaxError for a damaged file, another kind of file and another model."""
-    header, arrays = {}, {}
+    """Reads the header and the arrays; raises KvjaxError for an absent or damaged file, another kind or model."""
+    path, header, arrays = expand_user(path), {}, {}
     error = damage = None
+    try:
+        path.open("rb").close()
+    except OSError as e:
+        raise KvjaxError(f"cannot read {path} ({e.strerror}); give the path of a file that was saved") from e
     try:
         zipfile.ZipFile(path).close()  # NumPy would take another file for a pickle, and advise to load it unsafely
         # No pickles: a file must not be able to run code.

@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import importlib
 import operator
+import os
 import pathlib
 from importlib import resources
 from typing import Any, Unpack
@@ -29,6 +30,7 @@ from kvjax.models.sharding import param_shardings
 from kvjax.models.tokenizer import Tokenizer
 from kvjax.processes import require_agreement
 from kvjax.utils.arguments import float_type
+from kvjax.utils.files import expand_user
 from kvjax.utils.keywords import checks_keywords
 
 MODEL_RESOLVERS = ["checkpoints_convert.package_models"]
@@ -134,9 +136,9 @@ def load(
     """
     use_compilation_cache()
     dtype = None if dtype is None else float_type(dtype)
-    name = str(path)
-    directory = path if isinstance(path, pathlib.Path) else find_checkpoint(name)
-    if isinstance(path, str) and isinstance(directory, pathlib.Path) and not directory.exists():
+    name = os.fspath(path) if isinstance(path, os.PathLike) else str(path)
+    directory = expand_user(path) if isinstance(path, os.PathLike) else find_checkpoint(name)
+    if isinstance(path, str) and isinstance(directory, pathlib.Path) and not os.path.exists(directory):
         names = ["testbed", *(model for resolver in _resolvers() for model in resolver.MODELS)]
         close = difflib.get_close_matches(name.lower().rpartition("/")[2], names, 1)
         mean = f"did you mean {close[0]!r}? Models" if close else "models"
@@ -168,8 +170,8 @@ def find_checkpoint(name: str) -> Any:
 
     Without either, returns the path itself.
     """
-    path = pathlib.Path(name)
-    if (path / checkpoint.MANIFEST).exists():
+    path = expand_user(name)
+    if checkpoint.is_checkpoint(path):
         return path
     if name == "testbed":
         return resources.files("kvjax") / "testbed"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,7 +28,7 @@ from kvjax.models.kinds import AttentionKind, Experts, LayerKind, MlpKind
 from kvjax.models.model import find_checkpoint
 from kvjax.planning import cached_layers
 from kvjax.utils import arguments
-from kvjax.utils.files import parse_json_object, read_text_file
+from kvjax.utils.files import expand_user, parse_json_object, read_text_file
 
 HOLDS_WINDOWS = "layers with a sliding window hold the tokens of their window alone"
 QUANTIZED = "weights in the dtype of the plan; the file holds them quantized"
@@ -219,12 +220,12 @@ def find_model(name: str) -> PlannedModel:
     Raises:
       KvjaxError: for an unknown name, with the known ones, and for a file that is no model's configuration.
     """
-    path, short = Path(name).expanduser(), name.lower().rpartition("/")[2]
-    if (path / checkpoint.MANIFEST).is_file():
+    path, short = expand_user(name), name.lower().rpartition("/")[2]
+    if checkpoint.is_checkpoint(path):
         return PlannedModel(name, checkpoint.read_manifest(path).config, f"{path / checkpoint.MANIFEST}")
-    if path.is_dir() and (path / "config.json").is_file():
+    if os.path.isfile(path / "config.json"):  # unlike a Path's, this takes a name that is too long
         path = path / "config.json"
-    if path.is_file():
+    if os.path.isfile(path):
         raw = parse_json_object(read_text_file(path, "MODEL"), path, "give the config.json of a model")
         return read_config_json(raw, name, str(path), count_stored(path.parent))
     if short in CONFIGURATIONS:

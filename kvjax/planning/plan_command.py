@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from kvjax.planning.models import PlannedModel, find_model
 from kvjax.planning.plan import COLLECTIVE_SECONDS, RESERVED, Plan, plan
 from kvjax.registry.strings import resolve
 from kvjax.utils import arguments, display
+from kvjax.utils.files import check_output
 from kvjax.utils.packages import import_optional
 
 TABLE_COLUMNS = 144
@@ -40,8 +42,9 @@ def run(args: argparse.Namespace) -> None:
         raise KvjaxError(f"no context in {args.context!r}; for example --context 32k,128k")
     if args.plot is not None:
         import_optional("matplotlib", "plots need")
-        if args.plot.is_dir() or args.plot.suffix not in (".png", ".svg", ".pdf"):
+        if os.path.isdir(args.plot) or args.plot.suffix not in (".png", ".svg", ".pdf"):
             raise KvjaxError(f"--plot {args.plot} must be a file whose name ends in .png, .svg or .pdf")
+        check_output(args.plot)
     hardware = find_hardware(args.hardware) if not args.measured else measurement.measure(args.dtype)
     if args.overheads:
         if args.measured or hardware.name.startswith("v"):

@@ -12,13 +12,11 @@ from kvjax.cache.protocol import KVMethod
 from kvjax.errors import KvjaxError
 from kvjax.registry.loading import ENTRY_POINT_GROUP, load_all
 from kvjax.registry.registration import MethodEntry, Part, describe_unknown_parameter, is_builtin
-from kvjax.utils.arguments import suggest_name
+from kvjax.utils.arguments import BOOLEANS, suggest_name
 from kvjax.utils.keywords import checks_keywords
 
 Methods = str | KVMethod | Sequence[str | KVMethod]
 """One method or several: values, strings, or strings separated by `;`."""
-
-BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
 @checks_keywords

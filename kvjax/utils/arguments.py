@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import numbers
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,6 +17,7 @@ from kvjax.errors import KvjaxError
 
 DTYPES = ("float32", "bfloat16", "float16")
 """Types that parameters and caches may have."""
+BOOLEANS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 SHORT_DTYPES = {"f32": "float32", "fp32": "float32", "bf16": "bfloat16", "f16": "float16", "fp16": "float16"}
 """Abbreviations of papers and other programs; NumPy reads "f16" as a float of 16 bytes."""
 
@@ -42,6 +44,14 @@ def _scalar(rule: str, value: Any, kind: type, least: float, most: float, remedy
     if not is_scalar or not least <= value <= most or not math.isfinite(value):
         raise KvjaxError(f"{rule}, got {value!r:.80}{remedy}")
     return value
+
+
+def environment_switch(name: str) -> bool:
+    """Reads an environment variable that is 1 unless it says 0; raises KvjaxError for any other word."""
+    word = os.environ.get(name) or "1"
+    if word.lower() not in BOOLEANS:
+        raise KvjaxError(f"the environment variable {name} is {word!r:.60}; set it to 0 or 1, or unset it")
+    return BOOLEANS[word.lower()]
 
 
 def float_type(dtype: Any) -> np.dtype:

@@ -16,6 +16,40 @@ import filelock
 from kvjax.errors import KvjaxError
 
 
+def expand_user(path: str | os.PathLike[str]) -> Path:
+    """Returns the path with the home directory for a leading `~`, which a shell leaves in `--out=~/x` and in Python."""
+    expanded = Path(os.path.expanduser(path))
+    # A Path of "./~x" is one of "~x", which the next call would expand.
+    return expanded.absolute() if str(expanded).startswith("~") else expanded
+
+
+def make_folder(path: str | os.PathLike[str], option: str = "") -> Path:
+    """Makes a folder to write into, if need be, before the work whose results it is for.
+
+    Args:
+      path: of the folder.
+      option: the option or argument that gave the path, for the error.
+
+    Returns:
+      The path, with the home directory for `~`.
+
+    Raises:
+      KvjaxError: the folder cannot be made or written.
+    """
+    folder = expand_user(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        problem = "" if os.access(folder, os.W_OK | os.X_OK) else "it may not be written"
+    except FileExistsError:
+        problem = "there is a file of that name"
+    except (OSError, ValueError) as e:  # the latter for a path with a null byte
+        problem = getattr(e, "strerror", None) or str(e)
+    if problem:
+        named = f"{option} {folder}" if option else str(folder)
+        raise KvjaxError(f"cannot write into {named} ({problem}); give a folder that exists or can be made")
+    return folder
+
+
 def read_text_file(path: Path | Traversable, name: str) -> str:
     """Reads a UTF-8 file as it is, but for a byte order mark at its beginning, which belongs to the file.
 
@@ -111,10 +145,23 @@ def lock(file: Path, folder: Path) -> Iterator[None]:
         raise Busy(f"another process writes {folder}; wait until it is done, or choose another directory") from None
 
 
-def check_output(out: Path, source: Path | None, option: str) -> None:
-    """Raises KvjaxError if `out` is a folder, or, by whatever path, the file `source` that `option` reads."""
-    if out.is_dir() or (source is not None and out.is_file() and source.is_file() and out.samefile(source)):
-        problem = (
-            "a folder; name a file in it" if out.is_dir() else f"the file that {option} reads; write to another one"
-        )
+def check_output(out: Path, source: Path | None = None, option: str = "") -> Path:
+    """Makes the folder of a file to write, before the work whose result it gets, and returns the file's path.
+
+    Raises:
+      KvjaxError: `out` is a folder, or, by whatever path, the file `source` that `option` reads; or its folder cannot
+        be made or written.
+    """
+    out = expand_user(out)
+    make_folder(out.parent)
+    try:
+        out.lstat()
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as e:  # as for a name that is too long
+        raise KvjaxError(f"cannot write {out} ({e}); give another path") from e
+    is_source = source is not None and os.path.isfile(out) and source.is_file() and out.samefile(source)
+    if os.path.isdir(out) or is_source:
+        problem = f"the file that {option} reads; write to another one" if is_source else "a folder; name a file in it"
         raise KvjaxError(f"{out} is {problem}")
+    return out

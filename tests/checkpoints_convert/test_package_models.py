@@ -59,6 +59,15 @@ def test_several_that_ask_at_once_get_one_model(tiny):
     np.testing.assert_array_equal(parameters["embedding"], read(tiny)[1]["embedding"])
 
 
+@pytest.mark.parametrize("name", ["file", "file/below", "x" * 300])
+def test_without_a_cache_folder_the_error_names_the_variable(tiny, tmp_path, monkeypatch, name):
+    (tmp_path / "file").write_text("mine")
+    monkeypatch.setenv("KVJAX_CACHE", str(tmp_path / name))
+    with pytest.raises(KvjaxError, match="cannot write into .*models .*; give a folder that .* KVJAX_CACHE names"):
+        kvjax.load("tiny")
+    assert package_models.status("tiny").startswith("to be converted, into")
+
+
 def test_without_the_package_the_error_names_it(monkeypatch):
     absent = [PackageFile("what is absent", "not_there", f"not-there-{i}", "x.gguf") for i in range(2)]
     monkeypatch.setitem(package_models.MODELS, "absent", PackageModel("what is absent", (absent[0],)))

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 import kvjax
+from kvjax import cli
 from kvjax.core import compile_cache, matmul
+from kvjax.core.kernels import use_kernels
 from kvjax.core.matmul import NO_PACKING
 from kvjax.engine import forward
-from kvjax.errors import KvjaxError
+from kvjax.errors import KvjaxError, KvjaxWarning
 from kvjax.generation import compile_options, timing
 from kvjax.generation.compile_options import jit_with
 from kvjax.testing import toy_model
@@ -113,3 +116,80 @@ def test_sixty_four_bits_are_refused():
     model = toy_model(layers=1)
     with jax.enable_x64(True), pytest.raises(KvjaxError, match="JAX_ENABLE_X64 is set: unset it"):
         kvjax.generate(model, [[5, 3, 8]], "full", max_new_tokens=2)
+
+
+@pytest.fixture
+def without_cache(monkeypatch):
+    """JAX without a folder of compiled programs, as a new process has it; the tests' own is put back."""
+    before = jax.config.values["jax_compilation_cache_dir"]
+    jax.config.update("jax_compilation_cache_dir", None)
+    monkeypatch.delenv("KVJAX_COMPILATION_CACHE", raising=False)
+    compile_cache._is_usable.cache_clear()
+    yield
+    jax.config.update("jax_compilation_cache_dir", before)
+    compile_cache._is_usable.cache_clear()
+
+
+NO_FOLDERS = ["file", "file/below", "x" * 300, "file/../file/"]
+
+
+@pytest.mark.parametrize("name", NO_FOLDERS)
+@pytest.mark.parametrize("variable", ["KVJAX_CACHE", "XDG_CACHE_HOME"])
+def test_without_a_cache_folder_programs_are_not_kept_and_it_is_said_once(
+    tmp_path, monkeypatch, without_cache, variable, name
+):
+    (tmp_path / "file").write_text("mine")
+    monkeypatch.delenv("KVJAX_CACHE", raising=False)
+    monkeypatch.setenv(variable, str(tmp_path / name))
+    says = (
+        "compiled programs are not kept: cannot write into .*; give a folder .* KVJAX_CACHE, or set KVJAX_COMPILATION"
+    )
+    with pytest.warns(KvjaxWarning, match=says) as given:
+        compile_cache.use_compilation_cache()
+    compile_cache.use_compilation_cache()
+    assert len(given) == 1 and jax.config.values["jax_compilation_cache_dir"] is None
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.filterwarnings("default::kvjax.errors.KvjaxWarning")
+def test_the_command_line_says_so_in_one_line_and_goes_on(tmp_path, monkeypatch, capsys, without_cache):
+    monkeypatch.setenv("KVJAX_CACHE", str(tmp_path / "file"))
+    (tmp_path / "file").write_text("mine")
+    assert cli.main(["generate", "--prompt", "let a = 5;", "--max-new-tokens", "1", "--method", "full"]) == 0
+    (line,) = [x for x in capsys.readouterr().err.splitlines() if "not kept" in x]
+    assert line.startswith(f"kvjax: compiled programs are not kept: cannot write into {tmp_path / 'file'} (there is a")
+
+
+def test_the_cache_folder_is_made_where_it_is_named(tmp_path, monkeypatch, without_cache):
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name, where in (("~/a/b", "a/b"), ("../c", "c"), ("d e", "work/d e")):
+        monkeypatch.setenv("KVJAX_CACHE", name)
+        jax.config.update("jax_compilation_cache_dir", None)
+        compile_cache.use_compilation_cache()
+        found = jax.config.values["jax_compilation_cache_dir"]
+        assert os.path.isabs(found) and os.path.samefile(found, tmp_path / where)
+
+
+def test_a_switch_of_the_environment_is_on_or_off(monkeypatch, without_cache):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    for word, is_on in {
+        "0": False,
+        "false": False,
+        "No": False,
+        "off": False,
+        "1": True,
+        "true": True,
+        "": True,
+    }.items():
+        monkeypatch.setenv("KVJAX_GPU_KERNELS", word)
+        assert use_kernels() == is_on
+    for word in ("2", "none", "O", " "):
+        for name, read in (
+            ("KVJAX_GPU_KERNELS", use_kernels),
+            ("KVJAX_COMPILATION_CACHE", compile_cache.use_compilation_cache),
+        ):
+            monkeypatch.setenv(name, word)
+            with pytest.raises(KvjaxError, match=f"the environment variable {name} is '{word}'; set it to 0 or 1"):
+                read()

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 
 import jax
 import numpy as np
 import pytest
 
 import kvjax
+from experiments.bench import measuring
 from kvjax import KvjaxError, calibrate, cli
 from kvjax.generation import archive, save
 from kvjax.testing import toy_model
+from kvjax.utils.files import check_output, make_folder
 
 MODEL = toy_model(layers=1)
 
@@ -27,7 +30,61 @@ def test_the_demo_says_so_before_it_measures(tmp_path, capsys, name):
     (tmp_path / "file").write_text("mine")
     assert cli.main(["demo", "--out", str(tmp_path / name)]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("kvjax: [Errno ") and len(error.splitlines()) == 1
+    assert error.startswith(f"kvjax: cannot write into --out {tmp_path}") and len(error.splitlines()) == 1
+    assert "; give a folder that exists or can be made" in error and "Errno" not in error
+
+
+def refuse_work(*args, **more):
+    raise AssertionError("the work began")
+
+
+@pytest.mark.parametrize("name", ["file/out", "file/below/out", "x" * 300 + "/out"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "eval --tasks ppl --methods full --lengths 64 --out FOLDER",
+        "explore --text TEXT --methods full --out FOLDER/page.html",
+        "explore --text TEXT --methods full --out FOLDER",
+        "calibrate bases testbed FOLDER --text TEXT",
+        "calibrate bases testbed FOLDER/table.safetensors",
+        "plan testbed --plot FOLDER/plot.png",
+    ],
+)
+def test_every_command_says_so_before_the_work(tmp_path, monkeypatch, capsys, command, name):
+    (tmp_path / "file").write_text("mine")
+    for place in ("kvjax.load", "kvjax.explore.explore_command.load", "kvjax.eval.run.eval_command.load"):
+        monkeypatch.setattr(place, refuse_work)
+    monkeypatch.setattr("kvjax.planning.plan_command.draw", refuse_work)
+    words = [w.replace("FOLDER", str(tmp_path / name)).replace("TEXT", str(tmp_path / "file")) for w in command.split()]
+    assert cli.main(words) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("kvjax: cannot write") and "; give a" in error and "Errno" not in error
+
+
+def test_a_file_is_not_written_over_a_folder_nor_with_a_name_that_is_too_long(tmp_path, capsys):
+    for out in (tmp_path, tmp_path / ("x" * 300)):
+        assert cli.main(["calibrate", "bases", "testbed", str(out)]) == 2
+        assert re.search("is a folder; name a file in it|cannot write .*too long", capsys.readouterr().err)
+
+
+def test_folders_of_results_are_made_and_the_home_directory_is_known(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert make_folder("~/a/b") == tmp_path / "a" / "b" and (tmp_path / "a" / "b").is_dir()
+    assert check_output("~/c d/e\\f.json").parent == tmp_path / "c d"
+    for option in ("--folder=~/new/results", f"--folder={tmp_path}/other/results"):
+        parser = measuring.make_parser("")
+        parser.add_argument("--folder", type=measuring.output_folder)
+        assert parser.parse_args([option]).folder.is_dir()
+
+
+@pytest.mark.parametrize("kind", [measuring.output_folder, measuring.output_file])
+def test_a_script_refuses_an_impossible_folder_as_it_reads_its_options(tmp_path, capsys, kind):
+    (tmp_path / "file").write_text("mine")
+    parser = measuring.make_parser("")
+    parser.add_argument("--out", type=kind)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--out", str(tmp_path / "file" / "below" / "out")])
+    assert "error: argument --out: cannot write into" in capsys.readouterr().err
 
 
 def test_calibrate_says_so_before_it_counts(tmp_path):

@@ -22,6 +22,7 @@ from experiments.bench.measuring import (
     add_worker_options,
     connect_workers,
     machine,
+    output_folder,
     parse_integers,
     report,
     table,
@@ -69,7 +70,7 @@ def add_run_options(p: argparse.ArgumentParser, methods: str) -> argparse.Argume
     p.add_argument("--methods", default=methods, help="method strings, separated by ';'")
     p.add_argument("--contexts", type=int, default=8, help="per cell or task")
     p.add_argument("--batch", type=int, default=8, help="sequences at a time")
-    p.add_argument("--run", type=Path, help="folder of the records (default: a temporary one)")
+    p.add_argument("--run", type=output_folder, help="folder of the records (default: a temporary one)")
     add_worker_options(p)
     return p
 

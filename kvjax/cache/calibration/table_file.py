@@ -21,7 +21,7 @@ from safetensors.numpy import save
 
 from kvjax.cache.protocol import LayerSpec
 from kvjax.errors import KvjaxError
-from kvjax.utils.files import replace_atomically
+from kvjax.utils.files import expand_user, replace_atomically
 
 FORMAT = "kvjax-table-1"
 SPEC_FIELDS = {"layers": "num_layers", "kv_heads": "num_kv_heads", "groups": "num_groups", "head_dim": "head_dim"}
@@ -75,7 +75,7 @@ class TableFile:
 
     def _files(self) -> list[Path]:
         if self.path != SHIPPED:
-            return [Path(self.path)]
+            return [expand_user(self.path)]
         return sorted((SHIPPED_TABLES / self.kind).glob("*.safetensors"))
 
     def at(self, spec: LayerSpec) -> TableFile:
@@ -128,7 +128,7 @@ class TableFile:
                 f"kvjax ships no table of {self.kind} for a model of {shape}; make one, as with `kvjax calibrate "
                 f"{self.kind}`, and give its path as table=..."
             )
-        metadata, arrays = _read(self.path, self.digest)
+        metadata, arrays = _read(str(expand_user(self.path)), self.digest)
         if metadata.get("format") != FORMAT or metadata.get("kind") != self.kind:
             kind = metadata.get("kind", "none that kvjax knows")
             raise KvjaxError(f"{self.path} is a table of {kind}, and one of {self.kind} is needed")
@@ -170,7 +170,7 @@ def write(
     """
     if len(layers) != spec.num_layers:
         raise KvjaxError(f"{len(layers)} sets of arrays for {spec.num_layers} layers; give one per layer")
-    path = Path(path)
+    path = expand_user(path)
     arrays = {
         f"{i}.{name}": np.ascontiguousarray(array) for i, layer in enumerate(layers) for name, array in layer.items()
     }

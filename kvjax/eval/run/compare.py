@@ -26,6 +26,7 @@ from kvjax.models.model import Model
 from kvjax.registry.method_hash import method_hash
 from kvjax.registry.strings import Methods, resolve
 from kvjax.utils import arguments
+from kvjax.utils.files import expand_user
 from kvjax.utils.keywords import checks_keywords
 
 TASKS = "niah,ppl"
@@ -95,9 +96,10 @@ def compare(
     part = parse_part(part) if isinstance(part, str) else part
     if part is not None and out is None:
         raise KvjaxError(f"{part} needs a folder that keeps its answers; give out=..")
+    out = None if out is None else expand_user(out)
     is_writer = not is_shared(model.mesh) or processes.is_writer()
     if out is not None and is_writer:
-        parts.check_folder(Path(out), part)
+        parts.check_folder(out, part)
     check_cases(cases)
     lengths, content = spec.lengths if speed else (), b""
     cells = make_cells(cases, method_names, batch, lengths)
@@ -106,7 +108,8 @@ def compare(
         numbers = parts.assign_parts(model, cells, part.count, question_aware)
         content, run["part"] = parts.describe_cells(cells, numbers, part, hashes)
         cells = [cell for cell, number in zip(cells, numbers, strict=True) if number == part.number]
-        out = Path(str(out)) / part.folder
+        assert out is not None  # a part without a folder was refused above
+        out = out / part.folder
     if workers is not None:
         run |= workers.load(model)
     shown = progress if isinstance(progress, Progress) else bars.make_progress(progress)
@@ -120,7 +123,7 @@ def compare(
                 announce(describe_earlier(out, records.records))
             records.on_append = FinishedRows(records, cells, announce).note
         if part is not None and is_writer:
-            parts.write_cells(Path(out), content)
+            parts.write_cells(out, content)
         options |= {"announce": announce, "other_seconds": other_seconds, "workers": workers}
         evaluate(model, methods, cases, records, **options, speed=lengths, progress=shown, cells=cells)
         # A part may have no cells.

@@ -34,6 +34,7 @@ from kvjax.eval.tasks.suite import split_words
 from kvjax.models.model import Model, load
 from kvjax.registry.strings import resolve, split_list
 from kvjax.utils import display
+from kvjax.utils.files import make_folder
 from kvjax.utils.packages import import_optional
 
 CSV = "summary.csv"
@@ -85,6 +86,8 @@ def _run(args: argparse.Namespace, mesh: Mesh | None, workers: RayWorkers | None
         raise KvjaxError("--budget-bytes chooses sizes for one length; give --lengths one")
     if missing := _missing_packages():
         _say(f"without {' and '.join(missing)} there will be {CSV} and no page; for that: {INSTALL}")
+    if processes.is_writer():
+        make_folder(args.out, "--out")  # and an impossible folder
     model = load(args.model, dtype=args.dtype, mesh=mesh)
     if spec.chat:
         chat_format(model, spec)  # a missing template is reported now
@@ -158,7 +161,7 @@ def demo(args: argparse.Namespace) -> None:
     """Compares methods on a choice of tasks, prints the table, and writes demo.json and, with Matplotlib, demo.png."""
     methods = args.methods if args.methods is not None else ALL_DEMO_METHODS if args.full else DEMO_METHODS
     resolve(methods)
-    args.out.mkdir(parents=True, exist_ok=True)  # an impossible folder is reported now
+    make_folder(args.out, "--out")  # an impossible folder is reported now
     model = load(args.model)
     if symbols.knows_symbols(model):
         tasks, spec = "symbols.recall,ppl", Spec((2048 if args.full else 1024,), contexts=8, questions=8)

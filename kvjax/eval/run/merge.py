@@ -13,7 +13,7 @@ from kvjax.errors import KvjaxError
 from kvjax.eval.run import parts, store
 from kvjax.eval.run.store import MERGED, RecordKey, record_key
 from kvjax.utils import display
-from kvjax.utils.files import lock, replace_atomically
+from kvjax.utils.files import lock, make_folder, replace_atomically
 
 COMMANDS = 3  # commands for missing parts that an error shows one by one
 
@@ -267,7 +267,7 @@ def _describe_run(everything: Sequence[_Folder], folders: Sequence[_Folder], say
 
 def _write(out: Path, run: dict[str, Any], records: Sequence[dict[str, Any]]) -> None:
     """Writes the merged run, run.json first: records without it would count as a run of their own."""
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out, "--out")
     with lock(out / store.LOCK, out):
         with replace_atomically(out / store.RUN) as file:
             file.write(json.dumps(run, indent=1).encode() + b"\n")

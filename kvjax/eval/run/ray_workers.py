@@ -31,11 +31,12 @@ from kvjax.errors import KvjaxError, KvjaxWarning
 from kvjax.eval.run.cell_queue import CellQueue
 from kvjax.eval.run.cells import Cell, CellRunner
 from kvjax.eval.run.machine import cores, machine, version
-from kvjax.models.checkpoint import MANIFEST
+from kvjax.models.checkpoint import is_checkpoint
 from kvjax.models.model import Model, load
 from kvjax.registry.sources import MethodSources, load_sources, pack_sources
 from kvjax.registry.strings import parse
 from kvjax.utils import arguments, display
+from kvjax.utils.files import expand_user
 from kvjax.utils.keywords import checks_keywords
 from kvjax.utils.packages import import_optional
 
@@ -108,7 +109,7 @@ class Worker:
                 f"Ray gives this worker a {self._kind}, and JAX finds only a {found}; install JAX for it on every "
                 "node, or start Ray there without it (ray start --num-gpus=0)"
             )
-        if os.path.isabs(setup.path) and not (Path(setup.path) / MANIFEST).exists():
+        if os.path.isabs(setup.path) and not is_checkpoint(Path(setup.path)):
             raise KvjaxError(
                 f"there is no checkpoint {setup.path} on this node; copy it to the same path on every node, or put it "
                 "in a folder that all nodes share"
@@ -353,7 +354,8 @@ class RayWorkers:
             raise KvjaxError("a worker holds its model on one device: load the model without a mesh, or leave Ray out")
         if not model.name:
             raise KvjaxError("workers load the model by its name or path: use one from kvjax.load, or leave Ray out")
-        path = str(Path(model.name).resolve()) if (Path(model.name) / MANIFEST).exists() else model.name
+        where = expand_user(model.name)
+        path = str(where.resolve()) if is_checkpoint(where) else model.name
         setup = ModelSetup(path, model.dtype.name, model.fingerprint)
         if setup != self._model:
             self.stop()

@@ -22,7 +22,7 @@ from kvjax.errors import KvjaxError
 from kvjax.eval.run.machine import machine, version
 from kvjax.models import checkpoint
 from kvjax.models.model import Model, find_checkpoint
-from kvjax.utils.files import lock, replace_atomically
+from kvjax.utils.files import lock, make_folder, replace_atomically
 
 RECORDS, EARLY, RUN, LOCK = "records.jsonl", "early.jsonl", "run.json", ".lock"
 # A run is continued under the same ones only; a model of no checkpoint has no digest, and is known by its name.
@@ -148,8 +148,7 @@ def open_store(directory: str | Path, run: Mapping[str, Any]) -> Iterator[Store]
     Raises:
       KvjaxError: another process writes there, a line or run.json is damaged, or the folder holds another run.
     """
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
+    directory = make_folder(directory)
     with lock(directory / LOCK, directory):
         records, early = parse_records(directory / RECORDS), parse_records(directory / EARLY)
         if records or early or (directory / RUN).is_file():
@@ -282,7 +281,7 @@ def describe_run(
 def digest(name: str) -> str | None:
     """Returns SHA-256 over a checkpoint's configuration and the digests of its parts; None without a checkpoint."""
     where = find_checkpoint(name)
-    if not (where / checkpoint.MANIFEST).is_file():
+    if not checkpoint.is_checkpoint(where):
         return None
     record = checkpoint.read_manifest(where)
     return hashlib.sha256(json.dumps([record.config.to_json(), record.digests], sort_keys=True).encode()).hexdigest()

@@ -7,10 +7,14 @@ which wrote the parts of version 2, stores an array as one chunk, and a process 
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import hashlib
 import itertools
 import math
+import os
+import re
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,10 +28,25 @@ from kvjax.models.sharding import divided_sizes
 
 MAX_CHUNK_BYTES = 16 << 20
 READ_AHEAD = 2  # chunks that are read while one is digested
+UNREADABLE = re.compile(r"[\\\udc80-\udcff]|\.__lock(/|$)")
+"""Parts of paths that tensorstore reads as others or refuses: backslashes, bytes that are no UTF-8, names of locks."""
 
 
 class DamagedChunk(Exception):
     """A chunk that cannot be read, or whose digest differs."""
+
+
+@contextlib.contextmanager
+def plain_path(folder: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yields a path of the folder, without `..`, that tensorstore takes as it is: a temporary link where need be."""
+    path = os.path.realpath(folder)
+    if not UNREADABLE.search(path):
+        yield Path(path)
+        return
+    with tempfile.TemporaryDirectory(prefix="kvjax-") as links:
+        link = Path(links) / "folder"
+        link.symlink_to(path)
+        yield link
 
 
 def choose_chunk_shape(shape: tuple[int, ...], letters: tuple[str, ...], itemsize: int, config: Config) -> list[int]:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from kvjax.errors import KvjaxError, escape_unprintable
 from kvjax.models import Config, chat_template
 from kvjax.models.checkpoint.chunks import has_all_digests
 from kvjax.models.sharding import abstract_params
-from kvjax.utils.files import parse_json_object
+from kvjax.utils.files import expand_user, parse_json_object
 
 FORMAT, VERSION, MANIFEST, PARTS = "kvjax", 3, "kvjax.json", "params"
 WHOLE_PARTS = 2
@@ -105,13 +106,22 @@ def check_shapes(config: Config, shapes: Mapping[str, tuple[int, ...]], name: st
         raise KvjaxError(f"{name} does not fit its config; convert the checkpoint again:\n  " + "\n  ".join(problems))
 
 
+def is_checkpoint(directory: Path) -> bool:
+    """Whether a path leads to a checkpoint directory; any path is taken, also one that is no path of the system."""
+    return os.path.isfile(directory / MANIFEST)  # a Path's method raises for names that are too long
+
+
 def read_manifest(directory: str | Path) -> Manifest:
     """Reads and checks the manifest of a checkpoint directory; raises KvjaxError, with the remedy, if it cannot."""
-    path = Path(directory)
+    path = expand_user(directory)
     file, convert = path / MANIFEST, "python -m checkpoints_convert convert"
-    if not file.is_file():
+    if not is_checkpoint(path):
         problem = f"{path} has no {MANIFEST}: not a kvjax checkpoint, or one whose writing was cut short; convert again"
-        if not path.is_dir():
+        if os.path.isfile(path):
+            problem = f"{path} is a file, and a kvjax checkpoint is a directory; make one: {convert} {path} DST"
+            if path.name == MANIFEST:
+                problem = f"{path} is a file of a kvjax checkpoint; give its directory, {path.parent}"
+        elif not os.path.isdir(path):
             problem = f"there is no checkpoint directory {path}; make one: {convert} SRC {path}"
         elif (path / "config.json").is_file():
             problem = f"{path} is a Hugging Face checkpoint; convert it: {convert} {path} DST"

@@ -15,9 +15,10 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from kvjax.errors import KvjaxError
 from kvjax.models import Config
-from kvjax.models.checkpoint.chunks import DamagedChunk, read_array
+from kvjax.models.checkpoint.chunks import DamagedChunk, plain_path, read_array
 from kvjax.models.checkpoint.manifest import PARTS, WHOLE_PARTS, Manifest, part_digest, part_names, read_manifest
 from kvjax.utils.arguments import float_type
+from kvjax.utils.files import expand_user
 
 Shardings = Callable[[str], jax.sharding.Sharding] | Mapping[str, Any] | jax.sharding.Sharding | None
 """The places of parameters: a function of the path, one sharding for all, or a tree like the parameters."""
@@ -52,7 +53,7 @@ def read_part(
     """
     record = record or read_manifest(directory)
     dtype = None if dtype is None else float_type(dtype)
-    folder = Path(directory).absolute() / PARTS / name
+    folder = expand_user(directory) / PARTS / name
     flat = {path: x for path, x in record.parameters.items() if path.split("/")[0] == name}
     problem = None
     try:
@@ -61,7 +62,8 @@ def read_part(
         if not folder.is_dir():
             problem = "is missing"
         elif record.version != WHOLE_PARTS:
-            arrays = {path: read_array(folder, path, x, types[path], places[path]) for path, x in flat.items()}
+            with plain_path(folder) as plain:
+                arrays = {path: read_array(plain, path, x, types[path], places[path]) for path, x in flat.items()}
             return tree(arrays)[name]
         elif part_digest(folder, flat) != record.digests.get(name):
             problem = "is damaged (its digest differs)"
@@ -74,8 +76,8 @@ def read_part(
                 for path, x in shapes.items()
             }
             args = ocp.args.PyTreeRestore(item=tree(shapes), restore_args=tree(restore_args))
-            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-                return checkpointer.restore(folder, args=args)[name]
+            with plain_path(folder) as plain, ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+                return checkpointer.restore(plain, args=args)[name]
     except DamagedChunk as e:
         problem = f"is damaged ({e})"
     except (ValueError, TypeError, KeyError) as e:

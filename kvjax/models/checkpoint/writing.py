@@ -21,7 +21,7 @@ from flax.traverse_util import flatten_dict
 from kvjax.core.mesh import to_numpy
 from kvjax.errors import KvjaxError
 from kvjax.models import Config
-from kvjax.models.checkpoint.chunks import choose_chunk_shape, write_arrays
+from kvjax.models.checkpoint.chunks import choose_chunk_shape, plain_path, write_arrays
 from kvjax.models.checkpoint.manifest import (
     MANIFEST,
     PARTS,
@@ -32,7 +32,7 @@ from kvjax.models.checkpoint.manifest import (
     part_names,
 )
 from kvjax.utils.arguments import float_type
-from kvjax.utils.files import lock
+from kvjax.utils.files import expand_user, lock, make_folder
 
 NEW, OLD = "new", "old"  # in the working folder: the new directory, and the one that it replaces
 
@@ -60,7 +60,7 @@ class Writer:
     """
 
     def __init__(self, directory, config: Config, dtype, source: str = "", *, extra_files=None, replace: bool = False):
-        self.directory = Path(os.path.realpath(directory))
+        self.directory = Path(os.path.realpath(expand_user(directory)))
         # The lock and the working folder are named by a digest, so that they meet no file of the user.
         self.prefix = f".kvjax-{hashlib.sha256(os.fsencode(self.directory.name)).hexdigest()[:16]}"
         self.config, self.dtype, self.source = config, float_type(dtype), source
@@ -70,8 +70,7 @@ class Writer:
         refuse_existing(directory, replace)
 
     def __enter__(self) -> Writer:
-        parent = self.directory.parent
-        parent.mkdir(parents=True, exist_ok=True)
+        parent = make_folder(self.directory.parent)
         self._lock = lock(parent / f"{self.prefix}.lock", self.directory)
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._lock)
@@ -105,7 +104,9 @@ class Writer:
         }
         folder = self.partial / PARTS / name
         try:
-            entries = write_arrays(folder, flat, chunks)
+            folder.mkdir()
+            with plain_path(folder) as plain:
+                entries = write_arrays(plain, flat, chunks)
         except ValueError as e:  # raised by tensorstore when the disk is full
             raise OSError(f"{folder} cannot be written ({e}); make room, or choose another destination") from e
         self.parameters |= entries
@@ -132,10 +133,12 @@ class Writer:
 
 def refuse_existing(directory: str | Path, replace: bool = False) -> None:
     """Raises KvjaxError if writing to `directory` would destroy anything but a checkpoint that may be replaced."""
-    path = Path(os.path.realpath(directory))
-    is_empty = not path.exists() or (path.is_dir() and not any(path.iterdir()))
-    problem = None
-    if path.is_symlink():  # `realpath` resolves all links but circular ones
+    path, problem = Path(os.path.realpath(expand_user(directory))), None
+    try:
+        is_empty = not path.exists() or (path.is_dir() and not any(path.iterdir()))
+    except OSError as e:  # as for a name that is too long, which the renaming at the end would be the first to meet
+        is_empty, problem = True, f"{path} cannot be written ({e.strerror}); choose another directory"
+    if problem is None and path.is_symlink():  # `realpath` resolves all links but circular ones
         problem = f"{directory} is a link that leads back to itself; choose another directory"
     elif not is_empty and not replace:
         problem = f"{path} exists; choose another directory, or ask for it to be replaced (--force)"
