@@ -10,7 +10,16 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 from einops import rearrange
 
-from checkpoints_convert.families import FAMILIES, IGNORED, Family, Table, Target, TensorRule
+from checkpoints_convert.families import (
+    FAMILIES,
+    Family,
+    Table,
+    Target,
+    TensorRule,
+    find_prefixes,
+    is_buffer,
+    rename,
+)
 from checkpoints_convert.hf_config import translate
 from checkpoints_convert.source import FLOATS, Source, Tensor
 from kvjax.errors import KvjaxError, escape_unprintable
@@ -147,8 +156,10 @@ def _read_sizes(config: Config, layer: int) -> dict[str, int]:
 
 
 def choose_table(family: Family, config: Config, names: Collection[str]) -> tuple[Table, tuple[Binding, ...]]:
-    """Returns that table of a family which names the most of these tensors, and its bindings."""
-    candidates = [(table, bind(table, config)) for table in family.tables]
+    """Returns that table of a family which names the most of these tensors, with their prefix, and its bindings."""
+    decoder, head = find_prefixes(names)
+    tables = [rename(table, (r"^model\.", decoder), (r"^lm_head\.", head)) for table in family.tables]
+    candidates = [(table, bind(table, config)) for table in tables]
     num_named = [sum(name in names for b in bindings for name in b.sources) for _, bindings in candidates]
     return candidates[num_named.index(max(num_named))]
 
@@ -161,7 +172,7 @@ def plan_conversion(source: Source) -> ConversionPlan:
     head = next(rule.source for rule in table if rule.targets[0].path == HEAD)
     tied_head = head if config.tie_embeddings and head in source.tensors else None
     left_out = {name for name in source.tensors if family.left_out is not None and family.left_out.search(name)}
-    found = {name: t for name, t in source.tensors.items() if not IGNORED.search(name) and name not in left_out}
+    found = {name: t for name, t in source.tensors.items() if not is_buffer(name, t.shape) and name not in left_out}
     if problems := _find_problems(found, bindings, head, tied_head):
         lines = "\n  ".join(problems)
         raise KvjaxError(f"{len(problems)} problems with the tensors, nothing was written:\n  {lines}")
@@ -182,7 +193,10 @@ def _find_problems(
     for name in expected:
         hint = ""
         if name == head:
-            hint = " (if the model ties its embeddings, config.json must say tie_word_embeddings: true)"
+            hint = (
+                " (if the model ties its embeddings, config.json must say tie_word_embeddings: true; if it was saved "
+                "without its head, save it as ..ForCausalLM)"
+            )
         if name not in found:
             problems.append(f"{name}: missing{hint}")
     problems += [

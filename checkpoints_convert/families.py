@@ -12,10 +12,12 @@ with and without position, X = P + U, Y = P + R, Z = U + W. `{i}` is the layer's
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from kvjax.core.rope import yarn_length_factor
 from kvjax.models.kinds import Experts, Latent, LayerKind, MlpKind
@@ -192,8 +194,43 @@ GPT_OSS_EXPERTS = (
 LLAMA = (*OUTSIDE, *PRE_NORMS, *ATTENTION, *HEAD_NORMS, *MLP)
 """All tensors that a Llama-like decoder can have; a rule whose parameter the config lacks does not apply."""
 
-IGNORED = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$|(^|\.)position_ids$")
-"""Buffers of old checkpoints, which the config determines."""
+BUFFERS: dict[re.Pattern[str], Callable[[tuple[int, ...]], bool]] = {
+    re.compile(r"(^|\.)rotary_(pos_)?emb(_local)?\.(\w*inv_freq|cos_cached|sin_cached)$"): lambda shape: True,
+    re.compile(r"(^|\.)position_ids$"): lambda shape: True,
+    # The causal mask, and the number that it puts in the place of a masked logit.
+    re.compile(r"(^|\.)(((self_)?attn|attention)\.bias|causal_mask)$"): lambda shape: (
+        len(shape) > 1 and shape[-1] == shape[-2] and math.prod(shape) == shape[-1] ** 2
+    ),
+    re.compile(r"(^|\.)masked_bias$"): lambda shape: math.prod(shape) == 1,
+}
+"""Buffers, which the config determines: a pattern of their names -> whether a tensor of this shape is one."""
+
+PREFIXES = {
+    "model.": "lm_head.",
+    "": "lm_head.",  # a decoder that was saved without its head
+    "language_model.model.": "language_model.lm_head.",  # one that reads images too, of transformers 4
+    "model.language_model.": "lm_head.",  # the same, of transformers 5
+    "language_model.": "lm_head.",
+}
+"""What the names of a decoder's tensors begin with, in all families -> what those of its head begin with."""
+
+WRAPPERS = re.compile(r"^((module|_orig_mod|base_model\.model|pretrained_model)\.)*")
+"""What names begin with where a model was saved inside of `DataParallel`, `torch.compile`, PEFT or TRL."""
+
+
+def is_buffer(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor is no parameter but follows from the config, and is left aside."""
+    return any(pattern.search(name) and is_one(shape) for pattern, is_one in BUFFERS.items())
+
+
+def find_prefixes(names: Iterable[str]) -> tuple[str, str]:
+    """Returns what the names of most layers begin with, one of PREFIXES in any WRAPPERS, and likewise for the head."""
+    found = Counter(name[: match.start()] for name in names if (match := re.search(r"(?<![^.])layers\.\d", name)))
+    for prefix, _ in found.most_common():
+        wrapper = cast(re.Match[str], WRAPPERS.match(prefix))[0]
+        if (own := prefix.removeprefix(wrapper)) in PREFIXES:
+            return prefix, wrapper + PREFIXES[own]
+    return "model.", PREFIXES["model."]
 
 
 def fuse(table: Table, joins: Mapping[str, tuple[str, ...]]) -> Table:
@@ -698,14 +735,7 @@ FAMILIES["gemma3_text"] = replace(
 FAMILIES["gemma3"] = replace(
     FAMILIES["gemma3_text"],
     architecture="Gemma3ForConditionalGeneration",
-    tables=tuple(
-        rename(FAMILIES["gemma3_text"].tables[0], (r"^model\.", model), (r"^lm_head\.", head))
-        for model, head in (
-            ("language_model.model.", "language_model.lm_head."),
-            ("model.language_model.", "lm_head."),
-        )
-    ),
-    left_out=re.compile(r"^(model\.)?(vision_tower|multi_modal_projector)\."),
+    left_out=re.compile(r"^(\w+\.)*(vision_tower|multi_modal_projector)\."),
     # That class of transformers does not bound its logits.
     outside=lambda values: _read_gemma_outside(values) | {"final_cap": None},
 )

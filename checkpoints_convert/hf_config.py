@@ -5,6 +5,7 @@ transformers is the reference for what a key means: keys that the classes of a f
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeGuard
@@ -166,7 +167,9 @@ def _find_problems(raw: Raw, generation: Raw, num_tensors: int | None) -> Iterat
     if not KINDS[NAMES](names):
         yield f"architectures must {NAMES}, got {names!r:.80}; copy config.json again"
         return
-    if family is None or (names and family.architecture not in names):
+    # A model may have been saved without its head: Qwen3Model, Gemma3TextModel.
+    bases = {re.sub(r"For\w+$", base, family.architecture) for base in ("Model", "TextModel")} if family else set()
+    if family is None or (names and bases.isdisjoint(names) and family.architecture not in names):
         what = f"model_type {model_type!r:.80}"
         if family is not None:
             what = f"architecture {names[0]!r:.80} of {what}"

@@ -22,6 +22,9 @@ from kvjax.errors import KvjaxError
 PLAIN_TYPES = {"F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(bfloat16)}
 """Types that hold weights as they are; all others are blocks of codes, which become float32."""
 
+SINGLE_EXPERT = re.compile(r"blk\.(?P<i>\d+)\.ffn_(?P<part>gate|up|down)\.(?P<e>\d+)\.weight$")
+"""The tensor of one expert in the oldest files of Mixtral; in all others those of a layer are stacked."""
+
 PART_NAME = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 
@@ -78,9 +81,15 @@ class GgufSource:
         arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == self.metadata["general.architecture"])
         known = gguf.get_tensor_name_map(arch, num_layers)
         names: dict[str, str] = {}
-        found: set[str] = set()
-        # Of several tables the last is that of stacked experts, as they are here.
-        tables = reversed(FAMILIES[self.config["model_type"]].tables)
+        tables = FAMILIES[self.config["model_type"]].tables
+        # "gate", "up" and "down" -> Hugging Face's name of that tensor of one expert.
+        sources = {rule.targets[0].path.split("/")[2]: rule.source for rule in tables[0] if "{e}" in rule.source}
+        for own_name, match in ((own_name, SINGLE_EXPERT.match(own_name)) for own_name in self.stored):
+            if match is not None and match["part"] in sources:
+                names[sources[match["part"]].format(i=match["i"], e=match["e"])] = own_name
+        found = set(names.values())
+        # Of several tables the first is that of single experts, and the last that of stacked ones.
+        tables = tables if found else reversed(tables)
         for rule in (rule for table in tables for rule in table):
             for i in range(num_layers if "{i}" in rule.source else 1):
                 name = rule.source.format(i=i, e="{e}")

@@ -420,3 +420,93 @@ def test_inspect_says_why_not(hf, capsys):
     directory = hf("llama3").config(rope_scaling={"rope_type": "dynamic", "factor": 2.0})
     assert main(["inspect", str(directory)]) == 0
     assert "no: config.json: RoPE scaling 'dynamic' is not supported" in " ".join(capsys.readouterr().out.split())
+
+
+def rename_tensors(directory: Path, change) -> Path:
+    """Renames the tensors of a checkpoint, in one file or in shards with their index."""
+    for file in directory.glob("*.safetensors"):
+        save_file({change(name): x for name, x in load_file(file).items()}, file)
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        raw = json.loads(index.read_text())
+        raw["weight_map"] = {change(name): shard for name, shard in raw["weight_map"].items()}
+        index.write_text(json.dumps(raw))
+    return directory
+
+
+FORMS = {
+    "base": lambda name: name.removeprefix("model."),
+    "images of transformers 4": lambda name: f"language_model.{name}",
+    "images of transformers 5": lambda name: name.replace("model.", "model.language_model.", 1),
+    "data parallel": lambda name: f"module.{name}",
+    "compiled": lambda name: f"_orig_mod.{name}",
+    "compiled base": lambda name: "_orig_mod." + name.removeprefix("model."),
+    "peft": lambda name: f"base_model.model.{name}",
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ["llama3", "llama3_tied", "loud/mixtral", "loud/qwen3_moe", "loud/gpt_oss", "phi3"])
+def test_a_checkpoint_is_the_same_under_the_prefix_of_another_class(hf, tmp_path, name, form):
+    expected_config, expected = read(ROOT / name)
+    directory = rename_tensors(hf(name).directory, FORMS[form])
+    config, parameters = read(directory)
+    ours, theirs = leaves(parameters), leaves(expected)
+    assert config == expected_config and ours.keys() == theirs.keys()
+    for path, x in theirs.items():
+        np.testing.assert_array_equal(ours[path], x)
+    convert(directory, tmp_path / "out")
+    assert check(directory, tmp_path / "out", compare_logits=False).tensors
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture"),
+    [("llama3_tied", "LlamaModel"), ("loud/gemma3", "Gemma3TextModel"), ("loud/smollm3", "SmolLM3Model")],
+)
+def test_a_decoder_that_was_saved_without_its_tied_head_is_read(hf, name, architecture):
+    directory = rename_tensors(hf(name).config(architectures=[architecture]), FORMS["base"])
+    tensors = {n: x for n, x in load_file(directory / "model.safetensors").items() if not n.startswith("lm_head")}
+    save_file(tensors, directory / "model.safetensors")
+    assert "embed_tokens.weight" in tensors
+    ours, theirs = leaves(read(directory)[1]), leaves(read(ROOT / name)[1])
+    assert ours.keys() == theirs.keys()
+    for path, x in theirs.items():
+        np.testing.assert_array_equal(ours[path], x)
+
+
+def test_a_decoder_whose_own_head_is_missing_says_how_to_save_it(hf):
+    editable = hf("mistral")
+    editable.tensors(lm_head__weight=None)
+    directory = rename_tensors(editable.config(architectures=["MistralModel"]), FORMS["base"])
+    with pytest.raises(KvjaxError, match=r"1 problems .*\n.*lm_head.weight: missing .*save it as ..ForCausalLM"):
+        read(directory)
+
+
+def test_buffers_are_left_aside_and_everything_else_is_named(hf):
+    buffers = {
+        "layers__0__attn__masked_bias": np.float32(-1e4),
+        "layers__1__self_attn__masked_bias": np.full((1,), -1e4, np.float32),
+        "layers__0__attn__bias": np.tril(np.ones((1, 1, 8, 8), np.uint8)),
+        "layers__0__self_attn__rotary_emb__inv_freq": np.ones(4, np.float32),
+        "rotary_emb__inv_freq": np.ones(4, np.float32),
+        "layers__1__self_attn__rotary_emb__cos_cached": np.ones((8, 4), np.float32),
+    }
+    expected = leaves(read(ROOT / "mistral")[1])
+    for prefix in ("", "model__"):
+        editable = hf("mistral")
+        editable.tensors(**{prefix + name: x for name, x in buffers.items()})
+        if not prefix:
+            rename_tensors(editable.directory, FORMS["base"])
+        ours = leaves(read(editable.directory)[1])
+        assert all(np.array_equal(ours[path], x) for path, x in expected.items())
+        stranger = {f"{prefix}layers__0__attn__bias": np.ones(8, np.float32), "model__stranger": np.ones(1, np.float32)}
+        with pytest.raises(KvjaxError, match="2 problems") as e:
+            read(editable.tensors(**stranger))
+        assert "layers.0.attn.bias: no such tensor" in str(e.value) and "stranger: no such tensor" in str(e.value)
+
+
+def test_layers_under_two_prefixes_are_refused_by_name(hf):
+    editable = hf("mistral")
+    one = editable.tensor("model.layers.0.mlp.up_proj.weight")
+    with pytest.raises(KvjaxError, match=r"1 problems .*\n  layers.0.mlp.up_proj.weight: no such tensor"):
+        read(editable.tensors(layers__0__mlp__up_proj__weight=one))

@@ -8,7 +8,7 @@ from safetensors.numpy import load_file
 
 from checkpoints_convert.conversion_plan import plan_conversion
 from checkpoints_convert.families import FAMILIES as MODEL_TYPES
-from checkpoints_convert.families import IGNORED
+from checkpoints_convert.families import PREFIXES, find_prefixes, is_buffer
 from checkpoints_convert.source import Directory
 from kvjax.models.checkpoint import parameter_shapes
 from tests.fixtures import FAMILIES, LOUD, ROOT, load_family
@@ -145,14 +145,41 @@ def test_channels_with_position_come_first_and_in_halves(name, source):
 
 
 @pytest.mark.parametrize(
-    ("name", "ignored"),
+    ("name", "shape", "ignored"),
     [
-        ("model.layers.0.self_attn.rotary_emb.inv_freq", True),
-        ("model.rotary_emb.inv_freq", True),
-        ("model.embeddings.position_ids", True),
-        ("model.layers.0.self_attn.q_proj.weight", False),
-        ("model.layers.0.self_attn.rotary_emb.inv_freq_scale", False),
+        ("model.layers.0.self_attn.rotary_emb.inv_freq", (4,), True),
+        ("model.rotary_emb.inv_freq", (4,), True),
+        ("rotary_emb.inv_freq", (4,), True),
+        ("model.rotary_emb_local.original_inv_freq", (4,), True),
+        ("model.rotary_emb.sliding_attention_inv_freq", (4,), True),
+        ("layers.0.self_attn.rotary_emb.cos_cached", (1, 1, 8, 4), True),
+        ("model.layers.0.self_attn.rotary_emb.sin_cached", (8, 4), True),
+        ("model.embeddings.position_ids", (1, 8), True),
+        ("model.layers.0.self_attn.masked_bias", (), True),
+        ("model.layers.0.attn.masked_bias", (1,), True),
+        ("layers.0.attn.bias", (1, 1, 8, 8), True),
+        ("model.layers.0.self_attn.bias", (8, 8), True),
+        ("model.layers.0.attention.bias", (1, 1, 8, 8), True),
+        ("model.causal_mask", (8, 8), True),
+        ("model.layers.0.self_attn.q_proj.weight", (8, 8), False),
+        ("model.layers.0.self_attn.q_proj.bias", (8,), False),
+        ("model.layers.0.self_attn.bias", (8,), False),
+        ("model.layers.0.attn.bias", (8, 4), False),
+        ("model.layers.0.attn.bias", (4, 8, 8), False),
+        ("model.layers.0.self_attn.masked_bias", (8,), False),
+        ("model.layers.0.attn.unmasked_bias", (), False),
+        ("model.layers.0.self_attn.rotary_emb.inv_freq_scale", (4,), False),
+        ("model.my_rotary_emb.inv_freq", (4,), False),
     ],
 )
-def test_ignored_buffers(name, ignored):
-    assert bool(IGNORED.search(name)) == ignored
+def test_ignored_buffers(name, shape, ignored):
+    assert is_buffer(name, shape) == ignored
+
+
+@pytest.mark.parametrize("wrapper", ["", "module.", "_orig_mod.", "module._orig_mod.", "base_model.model."])
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_prefixes_are_those_of_the_layers(wrapper, prefix):
+    names = [f"{wrapper}{prefix}layers.{i}.mlp.up_proj.weight" for i in range(3)]
+    others = ["vision_tower.encoder.layers.0.mlp.weight"] * 4 + ["strangers.layers.0.weight", "layers", "sublayers.1.w"]
+    assert find_prefixes(names + others) == (wrapper + prefix, wrapper + PREFIXES[prefix])
+    assert find_prefixes(others) == ("model.", "lm_head.")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ INSIDE = NAMES | {
     "mlp.shared_experts.up_proj": "ffn_up_shexp",
     "mlp.shared_experts.down_proj": "ffn_down_shexp",
 }
+Tensors = dict[str, np.ndarray]
 EXPERT = {"w1": "gate", "w2": "down", "w3": "up", "gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 ONE_EXPERT = re.compile(r"experts\.(\d+)\.(\w+)\.weight")
 
@@ -90,6 +92,17 @@ def own_tensors(config: dict[str, Any], tensors: dict[str, np.ndarray]) -> dict[
                 x = interleave_halves(x, config[heads])
             found[f"{own}.{INSIDE[module]}.{suffix}"] = x
     return found | {name: np.stack([x[i] for i in range(len(x))]) for name, x in experts.items()}
+
+
+def split_experts(tensors: Tensors) -> Tensors:
+    """The tensors as llama.cpp's converter wrote them for Mixtral until April 2024: one for each expert."""
+    split = {}
+    for name, x in tensors.items():
+        if "_exps." in name:
+            split |= {name.replace("_exps.", f".{e}."): one for e, one in enumerate(x)}
+        else:
+            split[name] = x
+    return split
 
 
 def own_metadata(config: dict[str, Any]) -> dict[str, Any]:
@@ -167,8 +180,13 @@ def own_metadata(config: dict[str, Any]) -> dict[str, Any]:
     return keys
 
 
-def write_family(directory: Path, file: Path, kind: str = "F32", **changes: Any) -> Path:
-    """Writes a directory as a GGUF file, with matrices of another type; changes of its keys are by `key__of__it`."""
+def write_family(
+    directory: Path, file: Path, kind: str = "F32", change: Callable[[Tensors], Tensors] = lambda x: x, **changes: Any
+) -> Path:
+    """Writes a directory as a GGUF file, with matrices of another type.
+
+    Changes of its keys are by `key__of__it`; `change` makes other tensors of those that llama.cpp's converter writes.
+    """
     config = read_config(directory)
     writer = GGUFWriter(file, ARCHITECTURES[config["model_type"]])
     keys = own_metadata(config) | {key.replace("__", "."): x for key, x in changes.items()}
@@ -177,7 +195,7 @@ def write_family(directory: Path, file: Path, kind: str = "F32", **changes: Any)
             add_value(writer, f"{writer.arch}.{key}", x)
     writer.add_bos_token_id(config["bos_token_id"])
     writer.add_eos_token_id(config["eos_token_id"])
-    tensors = own_tensors(config, read_tensors(directory))
+    tensors = change(own_tensors(config, read_tensors(directory)))
     for key in ("long", "short"):
         if factors := config["rope_scaling"].get(f"{key}_factor"):
             tensors[f"rope_factors_{key}.weight"] = np.array(factors, np.float32)

@@ -13,15 +13,17 @@ import pytest
 from flax.traverse_util import flatten_dict
 from safetensors.numpy import load_file, save_file
 
+from checkpoints_convert.check import check
 from checkpoints_convert.conversion_plan import plan_conversion
-from checkpoints_convert.convert import open_source, read
+from checkpoints_convert.convert import convert, open_source, read
+from checkpoints_convert.describe import describe
 from checkpoints_convert.gguf.architectures import ARCHITECTURES, File
 from checkpoints_convert.gguf.stacks import STACKS
 from kvjax.core.rope import longrope_scaling, yarn_scaling
 from kvjax.errors import KvjaxError
 from tests.checkpoints_convert.conftest import Editable
 from tests.checkpoints_convert.gguf.family_files import ARCHITECTURES as WRITTEN
-from tests.checkpoints_convert.gguf.family_files import write_family
+from tests.checkpoints_convert.gguf.family_files import split_experts, write_family
 
 # What a fixture's config.json says and the format cannot, with what llama.cpp's code has in its place.
 CHANGES = {
@@ -81,6 +83,68 @@ def test_a_file_is_the_directory_that_it_was_made_from(directory, tmp_path):
     assert_same(parameters, expected)
 
 
+WIDE = {"hidden_size": 32, "intermediate_size": 32}
+
+
+def widen(directory: Path) -> Path:
+    """Pads a fixture to a width of 32, that of a block of codes."""
+    tensors = {}
+    for name, x in load_file(directory / "model.safetensors").items():
+        pads = [(0, 32 - n if n in (16, 24) else 0) for n in x.shape]
+        tensors[name] = np.pad(x.astype(np.float32), pads)
+    save_file(tensors, directory / "model.safetensors")
+    return Editable(directory).config(**WIDE)
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q4_0", "Q5_1", "Q8_0", "MXFP4"])
+@pytest.mark.parametrize("directory", ["mixtral"], indirect=True)
+def test_a_tensor_for_each_expert_is_read_as_a_stack_of_them(directory, kind, tmp_path):
+    Editable(widen(directory)).config(num_key_value_heads=4)
+    stacked = write_family(directory, tmp_path / "stacked.gguf", kind)
+    single = write_family(directory, tmp_path / "single.gguf", kind, split_experts)
+    assert "blk.1.ffn_down.4.weight" in open_source(single).stored
+    config, parameters = read(single)
+    assert config == read(stacked)[0]
+    assert_same(parameters, read(stacked)[1])
+    convert(single, tmp_path / "out")
+    assert check(single, tmp_path / "out", compare_logits=False).tensors == len(open_source(single).stored)
+    assert describe(single)["convertible"] == "yes"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda x: x.pop("blk.1.ffn_up.3.weight"), r"1 problems .*\n.*layers\.1\..*experts\.3\.w3\.weight: missing"),
+        (
+            lambda x: x.update({"blk.0.ffn_gate.5.weight": x["blk.0.ffn_gate.0.weight"]}),
+            r"1 problems .*\n.*layers\.0\..*experts\.5\.w1\.weight: no such tensor",
+        ),
+        (
+            lambda x: x.update({"blk.0.ffn_side.0.weight": x["blk.0.ffn_gate.0.weight"]}),
+            r"1 problems .*\n.*blk\.0\.ffn_side\.0\.weight: no such tensor",
+        ),
+        (
+            lambda x: x.update({"blk.0.ffn_down.2.weight": x["blk.0.ffn_down.2.weight"][:-1]}),
+            r"1 problems .*\n.*layers\.0\..*experts\.2\.w2\.weight: shape",
+        ),
+        (
+            lambda x: x.update({"blk.0.ffn_up_exps.weight": np.zeros((5, 24, 16), np.float32)}),
+            r"1 problems .*\n.*blk\.0\.ffn_up_exps\.weight: no such tensor",
+        ),
+    ],
+    ids=["missing", "extra", "unknown", "misshapen", "both"],
+)
+@pytest.mark.parametrize("directory", ["mixtral"], indirect=True)
+def test_an_expert_that_is_missing_or_one_too_many_is_named(directory, tmp_path, change, says):
+    def changed(tensors):
+        split = split_experts(tensors)
+        change(split)
+        return split
+
+    with pytest.raises(KvjaxError, match=f"(?s){says}"):
+        read(write_family(directory, tmp_path / "model.gguf", change=changed))
+
+
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 def test_the_shape_of_joined_experts_takes_no_memory(family):
     stack = STACKS[family][0]
@@ -95,14 +159,7 @@ def test_the_shape_of_joined_experts_takes_no_memory(family):
 
 @pytest.mark.parametrize(("directory", "kind"), [("mixtral", "MXFP4"), ("gemma3", "Q8_0")], indirect=["directory"])
 def test_codes_are_read_as_the_package_reads_them(directory, kind, tmp_path):
-    # Blocks are of 32 numbers: the width of these tensors is made that of one.
-    tensors = {}
-    for name, x in load_file(directory / "model.safetensors").items():
-        pads = [(0, 32 - n if n in (16, 24) else 0) for n in x.shape]
-        tensors[name] = np.pad(x.astype(np.float32), pads)
-    config = {"hidden_size": 32, "intermediate_size": 32}
-    save_file(tensors, directory / "model.safetensors")
-    source = open_source(write_family(Editable(directory).config(**config), tmp_path / "model.gguf", kind))
+    source = open_source(write_family(widen(directory), tmp_path / "model.gguf", kind))
     peer = {x.name: gguf.dequantize(x.data, x.tensor_type) for x in gguf.GGUFReader(source.path).tensors}
     assert sum(tensor.stored == kind for tensor in source.tensors.values()) > 10
     if kind == "Q8_0":
