@@ -15,6 +15,7 @@ from checkpoints_convert.families import FAMILIES
 from checkpoints_convert.progress import progress_bar
 from kvjax.errors import KvjaxError
 from kvjax.utils import arguments
+from kvjax.utils.files import Unwritable
 
 EXAMPLES = f"""\
 families: {", ".join(FAMILIES)}
@@ -108,7 +109,7 @@ def run(argv: list[str] | None) -> int:
         return 0
     except KvjaxError as e:
         print(f"error: {e}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(e, Unwritable) else 1
     except OSError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2

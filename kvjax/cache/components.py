@@ -694,6 +694,14 @@ class Selection:
                 f"{self.sinks} sinks do not fill whole pages of {size} tokens; use {-(-self.sinks // size) * size}"
             )
 
+    @property
+    def protected(self) -> dict[str, int]:
+        """The numbers of tokens that always stay, by the parameters of a method's string; none that is 0."""
+        # Methods call the newest tokens a window where the scorer looks at them or at their queries.
+        windows = (self.scorer.num_queries, getattr(self.scorer, "window", None))
+        recent = "window" if self.recent in windows else "recent"
+        return {name: count for name, count in (("sinks", self.sinks), (recent, self.recent)) if count}
+
     def num_kept(self, prompt: int) -> int:
         """Most tokens that a prompt of `prompt` tokens leaves."""
         return int(self.num_kept_by_length(prompt)[prompt])
@@ -704,7 +712,7 @@ class Selection:
         Raises:
           KvjaxError: for a budget in tokens that is below the sinks and recent tokens of the longest prompt.
         """
-        return _num_kept_by_length(self.budget, longest, self.sinks + self.recent)
+        return _num_kept_by_length(self.budget, longest, tuple(self.protected.items()))
 
     def max_kept(self) -> int | None:
         """Most tokens that a prompt of any length leaves; None if there is no bound."""
@@ -713,12 +721,13 @@ class Selection:
 
 
 @functools.lru_cache(maxsize=1024)
-def _num_kept_by_length(budget: Budget, longest: int, protected: int) -> np.ndarray:
-    kept = budget.num_kept_by_length(longest)
+def _num_kept_by_length(budget: Budget, longest: int, counts: tuple[tuple[str, int], ...]) -> np.ndarray:
+    kept, protected = budget.num_kept_by_length(longest), sum(count for _, count in counts)
     if kept[-1] < min(longest, protected) and not budget.is_fraction:
+        always, names = ", ".join(f"{name}={count}" for name, count in counts), " + ".join(name for name, _ in counts)
         raise KvjaxError(
-            f"{budget} keeps {kept[-1]} of {longest} tokens in a layer, fewer than the {protected} sinks and "
-            f"recents that are always kept; raise the budget to at least {protected} tokens or protect fewer"
+            f"budget={kept[-1]} of a layer is less than the {protected} tokens that always stay, {always}; give "
+            f"budget>={protected}, or {names}<={kept[-1]}"
         )
     kept = np.maximum(kept, np.minimum(np.arange(longest + 1), protected)).astype(np.int32)
     kept.flags.writeable = False  # the cache hands the same array to all callers

@@ -209,7 +209,7 @@ def check_components(m: Components, budgets: tuple[int | None, ...] = ()) -> Non
         component = getattr(m, name)
         if component is not None and m.select is None:
             raise IncompatibleMethod(
-                f"{component} (component `{name}`) works on an eviction method's selection and has none to stand on; "
+                f"component `{name}` works on an eviction method's selection and has none to stand on; "
                 "compose it with one, as in 'snapkv:budget=256 + kvcrush'"
             )
     if m.positions == "cache" and m.decode is None:

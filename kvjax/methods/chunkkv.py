@@ -7,7 +7,11 @@ from kvjax import method_api as kv
 
 @kv.register_method(example="chunkkv:budget=512", family="eviction after the prompt")
 def chunkkv(
-    budget: kv.TokenBudget = 1024, chunk: int = 10, window: kv.PositiveInt = 32, kernel: int = 1, sinks: int = 0
+    budget: kv.TokenBudget = 1024,
+    chunk: kv.PositiveInt = 10,
+    window: kv.PositiveInt = 32,
+    kernel: int = 1,
+    sinks: int = 0,
 ) -> kv.Method:
     """Keeps the chunks of the prompt that its last queries attend to most, one set for all heads, and the window.
 

@@ -55,8 +55,8 @@ class FixedPointEviction(kv.Policy):
         budget = None if select is None else select.max_kept()
         if budget is None or components.layer_budgets is not None:
             raise kv.IncompatibleMethod(
-                f"component `decode`, {self}, holds as many tokens as component `select` leaves of any prompt, and "
-                "here that is no fixed number; use a selection with a budget in tokens, without component "
+                "component `decode` of Elastic Cache holds as many tokens as component `select` leaves of any prompt, "
+                "and here that is no fixed number; use a selection with a budget in tokens, without component "
                 "`layer_budgets`"
             )
         if budget <= self.distance:

@@ -36,12 +36,12 @@ class Pyramid(kv.Budget):
         kv.check_fields(self)
         if self.tokens <= self.window:
             raise kv.KvjaxError(
-                f"a pyramid over a window of {self.window} tokens needs more than these, got tokens={self.tokens}; "
+                f"a pyramid over a window of {self.window} tokens needs more than these, got budget={self.tokens}; "
                 f"use at least {self.window + 1}"
             )
         if self.rule == "authors" and self.tokens != int(self.tokens):
             raise kv.KvjaxError(
-                f"the authors' pyramid is of integers, got tokens={self.tokens}; use {int(self.tokens)}"
+                f"the authors' pyramid is of integers, got budget={self.tokens}; use {int(self.tokens)}"
             )
 
     def at(self, spec: kv.LayerSpec) -> Pyramid:

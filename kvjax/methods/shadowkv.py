@@ -40,7 +40,10 @@ class ShadowStore(kv.SideStore):
     def __post_init__(self):
         kv.check_fields(self)
         if self.budget < self.chunk:
-            raise kv.KvjaxError(f"ShadowKV needs a budget of at least a chunk, got {self}; its authors use 2048 and 8")
+            raise kv.KvjaxError(
+                f"ShadowKV needs a budget of at least a chunk, got budget={self.budget} and chunk={self.chunk}; its "
+                "authors use budget=2048 and chunk=8"
+            )
 
     def slots(self, spec: kv.LayerSpec, kept: int, width: int) -> kv.Slots:
         # Outlier chunks, local chunks, and a remainder shorter than a chunk stay.

@@ -8,7 +8,7 @@ import importlib
 import inspect
 import numbers
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar, cast, overload
 
@@ -17,7 +17,7 @@ from kvjax.cache.eviction.selection import make_selection
 from kvjax.errors import KvjaxError, UnknownKeyword
 from kvjax.registry.docstrings import MethodDocs, describe_gap, parse_docstring
 from kvjax.utils.arguments import suggest_name
-from kvjax.utils.parameter_types import base_type, check_value
+from kvjax.utils.parameter_types import WrongValue, base_type, check_value
 
 
 class Part(NamedTuple):
@@ -164,7 +164,10 @@ def register_method(
                 raise UnknownKeyword(problem) from None
             for key, value in arguments.items():
                 _check_argument(name, signature.parameters[key], value)
-            method = make(*args, **kwargs)
+            try:
+                method = make(*args, **kwargs)
+            except WrongValue as e:
+                raise _name_parameter(e, name, signature, arguments) from e
             if not hasattr(method, "string"):
                 raise KvjaxError(f"{name} must return a method, and returned {method!r:.60}")
             return dataclasses.replace(cast(Any, method), string=str(Part(name, arguments)))
@@ -249,6 +252,20 @@ def _check_argument(method: str, parameter: inspect.Parameter, value: Any) -> No
         raise KvjaxError(problem)
     default = None if parameter.default is parameter.empty else parameter.default
     check_value(method, name, parameter.annotation, value, default)
+
+
+def _name_parameter(
+    error: WrongValue, method: str, signature: inspect.Signature, arguments: Mapping[str, Any]
+) -> WrongValue:
+    """Returns the error about a component's field in the words of the method's string.
+
+    The parameter is the one of the field's name, or else the one that was given the field's value.
+    """
+    same = [name for name, value in arguments.items() if value == error.value]
+    name = error.name if error.name in same or not same else same[0]
+    default = signature.parameters[name].default if name in signature.parameters else None
+    default = None if default is inspect.Parameter.empty else default
+    return WrongValue(method, name, error.must, error.value, default, error.close)
 
 
 def describe_unknown_parameter(method: str, name: str, known: Sequence[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterable, Sequence
 from typing import cast
 
@@ -60,20 +61,60 @@ def parse_parts(text: str) -> tuple[Part, ...]:
     """The registered methods in a string, with the parameters that it gives and no others.
 
     Raises:
-      KvjaxError: an unknown name, with the nearest one, a wrong parameter, or a call as Python has it.
+      KvjaxError: an unknown name, with the nearest one, a wrong parameter, or a call or separators of another language.
     """
-    parts = []
-    for part in text.split("+"):
+    try:
+        return _parse_parts(text)
+    except KvjaxError as e:
+        if problem := _describe_separators(text):
+            raise KvjaxError(problem) from e
+        raise
+
+
+def _describe_separators(text: str) -> str:
+    """The error text for a string of known methods with other separators, or of several methods; "" for another."""
+    written, known = "", load_all()
+    for word in re.findall(r"\+|[^\s+:;,|&]+", text):
+        begins, has_parameters = not written or written.endswith("+ "), ":" in re.split(r"[;+]", written)[-1]
+        if word == "+" and not begins:
+            written += " + "
+        elif word in known:
+            written += word if begins else f"; {word}"
+        elif "=" in word.strip("=") and not begins:
+            written += f"{',' if has_parameters else ':'}{word}"
+        else:
+            return ""
+    # Spaces, and separators at an end, change nothing.
+    said, meant = (re.sub(r"\s|[:,]+(?=\s*([+;]|$))", "", x) for x in (text, written))
+    if said != meant:
+        return (
+            f"{text!r:.200} is no method: `;` separates methods, `+` composes them, `:` begins a method's parameters "
+            f"and `,` separates these; write {written!r:.200}"
+        )
+    if ";" in written:
+        return f"{text!r:.200} are several methods, and one is asked for; give one of them, or compose them by `+`"
+    return ""
+
+
+def _parse_parts(text: str) -> tuple[Part, ...]:
+    parts, pieces = [], text.split("+")
+    for i, part in enumerate(pieces, 1):
         name, _, arguments = part.partition(":")
+        if not name.strip():
+            others = " + ".join(filter(None, map(str.strip, pieces)))
+            problem = f"part {i} of {text!r:.200} names no method, and one stands on each side of a `+`"
+            if len(pieces) == 1:
+                problem = f"no method in {text!r:.200}"
+            raise KvjaxError(f"{problem}; write {others if others and others != text else 'snapkv:budget=256'!r:.200}")
         entry = find_entry(name.strip())
-        known, values = entry.parameters, {}
+        known, defaults, values = entry.parameters, entry.defaults, {}
         for argument in filter(str.strip, arguments.split(",")):
             key, _, value = (x.strip() for x in argument.partition("="))
             where, problem = f"parameter {key!r} of {entry.name}", ""
             if key not in known:
                 problem = _describe_cut_path(key) or describe_unknown_parameter(entry.name, key, list(known))
             elif not value:
-                problem = f"{where} needs a value, as in {key}={known[key].default}"
+                problem = f"{where} needs a value, as in {key}={defaults.get(key, '..')}"
             elif key in values:
                 problem = f"{where} is given twice; leave one of them out"
             else:
@@ -83,7 +124,8 @@ def parse_parts(text: str) -> tuple[Part, ...]:
                 except KvjaxError as e:
                     problem = f"{where}: {e}"
                 except (ValueError, KeyError):
-                    problem = f"{where} is {want.__name__}, got {value!r:.60} (default {known[key].default!r})"
+                    default = f" (default {defaults[key]!r})" if key in defaults else ""
+                    problem = f"{where} is {want.__name__}, got {value!r:.60}{default}"
             if problem:
                 raise KvjaxError(problem)
         parts.append(Part(entry.name, values))
@@ -155,10 +197,11 @@ def find_entry(name: str) -> MethodEntry:
         called = find_entry(name.partition("(")[0].strip().rpartition(".")[2])
         problem = f"a method as a string is no call; write {name!r:.200} as in {called.example!r}"
     else:
+        several = ", `;` separates several" if re.search(r"[\s,|&]", name) else ""
         problem = _describe_cut_path(name) or (
-            f"unknown method {name!r}{suggest_name(name, entries) or ';'} `kvjax methods` lists them all, and one of "
-            "your own is known after --load FILE (in Python kvjax.method_api.load_methods(FILE)), or if an installed "
-            f"package has it as an entry point of the group {ENTRY_POINT_GROUP}"
+            f"unknown method {name!r}{suggest_name(name, entries) or ';'} `kvjax methods` lists them all{several}, and "
+            "one of your own is known after --load FILE (in Python kvjax.method_api.load_methods(FILE)), or if an "
+            f"installed package has it as an entry point of the group {ENTRY_POINT_GROUP}"
         )
     raise KvjaxError(problem)
 

@@ -23,6 +23,10 @@ def expand_user(path: str | os.PathLike[str]) -> Path:
     return expanded.absolute() if str(expanded).startswith("~") else expanded
 
 
+class Unwritable(KvjaxError):
+    """A path that the file system does not let be written."""
+
+
 def make_folder(path: str | os.PathLike[str], option: str = "") -> Path:
     """Makes a folder to write into, if need be, before the work whose results it is for.
 
@@ -46,7 +50,7 @@ def make_folder(path: str | os.PathLike[str], option: str = "") -> Path:
         problem = getattr(e, "strerror", None) or str(e)
     if problem:
         named = f"{option} {folder}" if option else str(folder)
-        raise KvjaxError(f"cannot write into {named} ({problem}); give a folder that exists or can be made")
+        raise Unwritable(f"cannot write into {named} ({problem}); give a folder that exists or can be made")
     return folder
 
 
@@ -159,7 +163,7 @@ def check_output(out: Path, source: Path | None = None, option: str = "") -> Pat
     except FileNotFoundError:
         pass
     except (OSError, ValueError) as e:  # as for a name that is too long
-        raise KvjaxError(f"cannot write {out} ({e}); give another path") from e
+        raise Unwritable(f"cannot write {out} ({getattr(e, 'strerror', e)}); give another path") from e
     is_source = source is not None and os.path.isfile(out) and source.is_file() and out.samefile(source)
     if os.path.isdir(out) or is_source:
         problem = f"the file that {option} reads; write to another one" if is_source else "a folder; name a file in it"

@@ -89,6 +89,15 @@ KINDS: dict[Any, tuple[Any, str]] = {
 """The type of a parameter -> the types of the values that it takes, and what an error asks for."""
 
 
+class WrongValue(KvjaxError):
+    """A value outside the type, range or choice of its field; the registry says whose parameter it is."""
+
+    def __init__(self, owner: str, name: str, must: str, value: Any, default: Any, close: str = ""):
+        remedy = close or ("" if default is None else f"; use {default!r}, the default")
+        super().__init__(f"{owner}: {name} must {must}, got {value!r:.60}{remedy}")
+        self.name, self.must, self.value, self.close = name, must, value, close
+
+
 def check_value(owner: str, name: str, annotation: Any, value: Any, default: Any = None) -> None:
     """Raises KvjaxError for a value outside the type, range or choice of an annotation; None passes `.. | None`.
 
@@ -109,8 +118,7 @@ def check_value(owner: str, name: str, annotation: Any, value: Any, default: Any
         fits = fits and value == value
     if not fits:
         close = suggest_name(value, args) if origin is Literal and isinstance(value, str) else ""
-        remedy = close or ("" if default is None else f"; use {default!r}, the default")
-        raise KvjaxError(f"{owner}: {name} must {must}, got {value!r:.60}{remedy}")
+        raise WrongValue(owner, name, must, value, default, close)
 
 
 def check_fields(component: Any) -> None:

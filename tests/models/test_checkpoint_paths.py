@@ -125,9 +125,9 @@ def test_what_is_no_folder_is_not_called_damaged(tmp_path, name):
 @pytest.mark.parametrize("name", ["file", "file/inner", "x" * 300])
 def test_where_no_checkpoint_can_be_written_it_says_so_before_the_work(tmp_path, name):
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(KvjaxError, match="cannot write into|cannot be written|exists; choose another directory"):
+    with pytest.raises(KvjaxError, match="cannot write |exists; choose another directory"):
         checkpoint.Writer(tmp_path / name, MODEL.config, "float32").__enter__()
-    with pytest.raises(KvjaxError, match="cannot write into|cannot be written|exists; choose another directory"):
+    with pytest.raises(KvjaxError, match="cannot write |exists; choose another directory"):
         convert(ROOT / "llama2", tmp_path / name)
     assert (tmp_path / "file").read_text() == "mine" and len(list(tmp_path.iterdir())) == 1
 

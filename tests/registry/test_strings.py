@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import subprocess
 import sys
 
@@ -17,7 +18,7 @@ from kvjax.methods.kcache import TopValues
 from kvjax.registry.docstrings import parse_docstring
 from kvjax.registry.loading import load_all
 from kvjax.registry.registration import FAMILIES, OWN_FAMILY, REGISTRY
-from kvjax.registry.strings import split_list
+from kvjax.registry.strings import resolve, split_list
 from kvjax.testing import toy_model
 
 
@@ -75,12 +76,66 @@ def test_the_plan_keeps_the_first_layers_on_the_device():
         ("kcache:n=many", "'n' of kcache is int, got 'many' .default 128"),
         ("kcache:renormalise=maybe", "'renormalise' of kcache is bool"),
         ("full:n=3", "full has no parameter 'n'; it has none"),
-        ("full +", "unknown method ''"),
+        ("full +", "part 2 of 'full \\+' names no method, and one stands on each side of a `\\+`; write 'full'$"),
+        ("snapkv+kivi+", "part 3 of .* names no method, .* write 'snapkv \\+ kivi'$"),
+        ("+ snapkv", "part 1 of .* names no method, .* write 'snapkv'$"),
+        ("snapkv++kivi", "part 2 of .* names no method, .* write 'snapkv \\+ kivi'$"),
+        ("snapkv + + kivi:bits=4", "part 2 of .* names no method, .* write 'snapkv \\+ kivi:bits=4'$"),
+        ("snapkv + :bits=4", "part 2 of .* names no method"),
+        ("+", "part 1 of '\\+' names no method, .* write 'snapkv:budget=256'$"),
+        ("", "no method in ''; write 'snapkv:budget=256'$"),
+        (":budget=4", "no method in ':budget=4'"),
+        ("snapkv:budget", "'budget' of snapkv needs a value, as in budget=1024$"),
+        ("snapkv:budget=", "'budget' of snapkv needs a value, as in budget=1024$"),
+        ("snapkv:budget=4,budget=4", "'budget' of snapkv is given twice; leave one of them out$"),
+        ("snapkv: budget=x, window=2", "'budget' of snapkv: a budget is a number of tokens.* got 'x'"),
+        ("snapkv:window=x,", "'window' of snapkv is int, got 'x' .default 32.$"),
     ],
 )
 def test_a_wrong_string_names_the_nearest(text, says):
     with pytest.raises(KvjaxError, match=says):
         parse(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["snapkv:", "snapkv:,", " snapkv : ", "snapkv:window=32,", "snapkv:,window=32", "snapkv: window = 32 , "]
+)
+def test_separators_that_separate_nothing_do_no_harm(text):
+    assert parse(text) in (methods.snapkv(), methods.snapkv(window=32))
+    assert list(resolve(f";{text};; full;")) == [text.strip(), "full"]
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("full, snapkv", "full; snapkv"),
+        ("full,snapkv,", "full; snapkv"),
+        ("full snapkv", "full; snapkv"),
+        ("full|snapkv:budget=64", "full; snapkv:budget=64"),
+        ("full & snapkv", "full; snapkv"),
+        ("full, snapkv + kivi, quest:budget=64,page=8", "full; snapkv + kivi; quest:budget=64,page=8"),
+        ("snapkv:budget=64, kivi", "snapkv:budget=64; kivi"),
+        ("snapkv:budget=64, kivi:bits=4", "snapkv:budget=64; kivi:bits=4"),
+        ("snapkv:budget=64 kivi", "snapkv:budget=64; kivi"),
+        ("snapkv budget=64", "snapkv:budget=64"),
+        ("snapkv,budget=64,window=8", "snapkv:budget=64,window=8"),
+        ("snapkv:budget=64:window=8", "snapkv:budget=64,window=8"),
+        ("snapkv:window=8 budget=64", "snapkv:window=8,budget=64"),
+    ],
+)
+def test_other_separators_are_named_with_the_string_that_is_meant(text, meant):
+    problem = f"{text!r} is no method: `;` separates methods, .*; write {meant!r}$"
+    for ask in (resolve, parse, lambda text: resolve([text]), lambda text: bind(text, toy_model().config)):
+        with pytest.raises(KvjaxError, match=re.sub(r"([+|])", r"\\\1", problem)):
+            ask(text)
+    assert all(resolve(meant))
+
+
+def test_several_methods_where_one_is_asked_for():
+    with pytest.raises(KvjaxError, match="'full; snapkv:budget=64' are several methods, and one is asked for"):
+        parse("full; snapkv:budget=64")
+    with pytest.raises(KvjaxError, match="unknown method 'mine, yours'; .* `;` separates several"):
+        resolve("mine, yours")
 
 
 def test_no_method_is_an_error():

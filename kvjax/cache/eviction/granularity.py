@@ -28,7 +28,7 @@ def parse_granularity(text: str) -> Granularity:
     size = text[len(kind) :]
     if text == "token":
         return Token()
-    if kind in ("chunk", "page") and size:
+    if kind in ("chunk", "page") and size and int(size):
         return (Chunk if kind == "chunk" else Page)(int(size))
     raise KvjaxError(f"unit must be 'token', 'chunk' or 'page' with a size, as in 'chunk8' or 'page32', got {text!r}")
 

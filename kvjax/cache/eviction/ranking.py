@@ -88,10 +88,11 @@ class ModelRanking(LayerBudgets):
         always, size = select.sinks + select.recent, select.granularity.size
         bounds = [tokens for tokens in budgets if tokens is not None]
         if len(bounds) == len(budgets) and max(bounds) < always + size:
+            protected = ", ".join(f"{name}={count}" for name, count in select.protected.items()) or "no sinks"
             raise KvjaxError(
-                f"{select.budget} keeps {max(bounds)} tokens of a head in the mean, and {always} sinks and recents "
-                f"stay in every head, so that nothing is left to rank over the model; raise the budget to at least "
-                f"{always + size} tokens or protect fewer"
+                f"budget={max(bounds)} is what a head keeps in the mean, and {always} tokens stay in every head "
+                f"({protected}), so that nothing is left to rank over the model; give budget>={always + size}, or "
+                "protect fewer"
             )
 
 

@@ -180,8 +180,8 @@ class PagedHeads(SideStore):
         m = components
         if m.select is None:
             raise IncompatibleMethod(
-                f"{self.head_budgets} (component `side_store`) divides what a selection keeps among the heads and has "
-                "none to stand on; compose it with one, as in 'snapkv:budget=256 + adakv'"
+                "component `side_store` divides what a selection keeps among the heads and has none to "
+                "stand on; compose it with one, as in 'snapkv:budget=256 + adakv'"
             )
         mixed = "its groups of tokens would mix those of several heads"
         own = "it holds each head in a way of its own, and a page is not held where its head is"

@@ -110,7 +110,8 @@ def parse_shares(text: str) -> list[Fraction]:
             share = Fraction(0)
         if not 0 < share <= 1:
             raise KvjaxError(
-                f"a fraction of the full cache's bytes is above 0 and at most 1, such as 1/4, got {word!r:.60}"
+                "a fraction of the full cache's bytes is above 0 and at most 1, such as 1/4, several with commas, got "
+                f"{word!r:.60}"
             )
         shares.append(share)
     return shares

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 
@@ -72,8 +73,12 @@ def describe_tasks() -> dict[str, str]:
 
 
 def split_words(text: str) -> list[str]:
-    """Splits a list at its commas; empty words are dropped."""
-    return [w.strip() for w in text.split(",") if w.strip()]
+    """Splits a list at its commas; empty words are dropped. Raises KvjaxError where something else separates them."""
+    words = [w.strip() for w in text.split(",") if w.strip()]
+    if any(re.search(r"[\s;|+]", word) for word in words):
+        written = ",".join(re.findall(r"[^\s;|+,]+", text))
+        raise KvjaxError(f"{text!r:.200} is no list: commas separate its words; write {written!r:.200}")
+    return words
 
 
 def expand(names: str | Sequence[str]) -> list[str]:

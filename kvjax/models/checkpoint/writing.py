@@ -32,7 +32,7 @@ from kvjax.models.checkpoint.manifest import (
     part_names,
 )
 from kvjax.utils.arguments import float_type
-from kvjax.utils.files import expand_user, lock, make_folder
+from kvjax.utils.files import Unwritable, expand_user, lock, make_folder
 
 NEW, OLD = "new", "old"  # in the working folder: the new directory, and the one that it replaces
 
@@ -137,8 +137,8 @@ def refuse_existing(directory: str | Path, replace: bool = False) -> None:
     try:
         is_empty = not path.exists() or (path.is_dir() and not any(path.iterdir()))
     except OSError as e:  # as for a name that is too long, which the renaming at the end would be the first to meet
-        is_empty, problem = True, f"{path} cannot be written ({e.strerror}); choose another directory"
-    if problem is None and path.is_symlink():  # `realpath` resolves all links but circular ones
+        raise Unwritable(f"cannot write {path} ({e.strerror}); choose another directory") from e
+    if path.is_symlink():  # `realpath` resolves all links but circular ones
         problem = f"{directory} is a link that leads back to itself; choose another directory"
     elif not is_empty and not replace:
         problem = f"{path} exists; choose another directory, or ask for it to be replaced (--force)"

@@ -46,7 +46,10 @@ def test_a_table_of_all_lengths_never_undercuts_what_is_protected():
     table = half.num_kept_by_length(20)
     assert table.tolist() == [0, 1, 2, 3, 4, 5, 6, 6, 6, 6, 6, 6, 6, 6, 7, 7, 8, 8, 9, 9, 10]
     assert table.dtype == np.int32 and half.num_kept_by_length(20) is table
-    with pytest.raises(KvjaxError, match="keeps 5 of 20 tokens in a layer, fewer than the 6 sinks and recents"):
+    with pytest.raises(
+        KvjaxError,
+        match="budget=5 of a layer is less than the 6 tokens that always stay, sinks=2, recent=4; give budget>=6",
+    ):
         five.num_kept_by_length(20)
     assert five.num_kept_by_length(5).tolist() == [0, 1, 2, 3, 4, 5]
 

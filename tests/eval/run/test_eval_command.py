@@ -218,6 +218,11 @@ def test_another_run_in_the_same_place_is_refused(toy, tmp_path, capsys):
     [
         (["--methods", "full; kcach"], "did you mean 'kcache'?"),
         (["--methods", ";"], "no method in ';'"),
+        (["--methods", "full, kcache:n=64"], "`;` separates methods"),
+        (["--methods", "full + "], "part 2 of 'full +' names no method"),
+        (["--tasks", "asking; ppl"], "commas separate its words; write 'asking,ppl'"),
+        (["--lengths", "512;1024"], "commas separate its words; write '512,1024'"),
+        (["--lengths", "512 1024"], "commas separate its words; write '512,1024'"),
         (["--methods", "kvcrush"], "method 'kvcrush' cannot run on"),
         (["--tasks", "askin"], "did you mean 'asking'?"),
         (["--tasks", ","], "unknown task ''"),

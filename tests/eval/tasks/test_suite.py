@@ -103,3 +103,21 @@ def test_a_specification_is_checked(settings, says):
 
 def test_a_specification_takes_names_of_files():
     assert (Spec(text="a.txt").text, Spec(data="there").data) == (Path("a.txt"), Path("there"))
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("ppl; ruler", "ppl,ruler"),
+        ("ppl ruler", "ppl,ruler"),
+        ("ppl, ruler niah", "ppl,ruler,niah"),
+        ("512;1024", "512,1024"),
+        ("512 | 1024", "512,1024"),
+        ("ppl + ruler", "ppl,ruler"),
+    ],
+)
+def test_commas_separate_the_words_of_a_list(text, meant):
+    for split in (suite.split_words, suite.expand):
+        with pytest.raises(KvjaxError, match=f"is no list: commas separate its words; write '{meant}'$"):
+            split(text)
+    assert suite.split_words(meant) == meant.split(",")
