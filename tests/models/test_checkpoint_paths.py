@@ -174,3 +174,14 @@ def test_a_context_that_is_not_there_is_not_called_damaged(tmp_path):
         for read in (kvjax.resume, kvjax.cachegen.read):
             with pytest.raises(KvjaxError, match="cannot read .*; give the path of a file that was saved"):
                 read(MODEL, path)
+
+
+def test_files_that_may_not_be_read_are_not_called_damaged(tmp_path, monkeypatch):
+    checkpoint.save(tmp_path / "model", MODEL.config, MODEL.params)
+
+    def refuse(*args, **more):
+        raise ValueError("PERMISSION_DENIED: Error opening local file")
+
+    monkeypatch.setattr("tensorstore.open", refuse)
+    with pytest.raises(KvjaxError, match="cannot be read .*PERMISSION_DENIED.*; allow its files to be read$"):
+        kvjax.load(tmp_path / "model")

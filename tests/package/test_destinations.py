@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import re
 
@@ -85,6 +86,30 @@ def test_a_script_refuses_an_impossible_folder_as_it_reads_its_options(tmp_path,
     with pytest.raises(SystemExit):
         parser.parse_args(["--out", str(tmp_path / "file" / "below" / "out")])
     assert "error: argument --out: cannot write into" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [
+        ("bench.aot", ["--topology", "v5e:2x4", "--folder"]),
+        ("bench.aot", ["--topology", "v5e:2x4", "--keep"]),
+        ("divisions", ["--out"]),
+        ("divisions", ["--results"]),
+        ("equal_bytes", ["--out"]),
+        ("equal_bytes", ["--results"]),
+        ("gpu.methods", ["--write"]),
+        ("papers.kcache.table2", ["--out"]),
+        ("papers.specache.figure4", ["--run"]),
+        ("testbed.train", ["--out"]),
+    ],
+)
+def test_scripts_check_their_outputs_before_the_work(tmp_path, monkeypatch, capsys, module, arguments):
+    (tmp_path / "file").write_text("mine")
+    script = importlib.import_module(f"experiments.{module}")
+    monkeypatch.setattr("kvjax.load", refuse_work)
+    with pytest.raises(SystemExit):
+        script.main([*arguments, str(tmp_path / "file" / "below" / "out")])
+    assert f"error: argument {arguments[-1]}: cannot write into {tmp_path}" in capsys.readouterr().err
 
 
 def test_calibrate_says_so_before_it_counts(tmp_path):

@@ -116,7 +116,7 @@ def compare(
     if not is_writer:
         shown, announce = bars.make_progress(False), None
     with contextlib.ExitStack() as stack:
-        out = out if out is not None else stack.enter_context(tempfile.TemporaryDirectory(prefix="kvjax-"))
+        out = Path(out or stack.enter_context(tempfile.TemporaryDirectory(prefix="kvjax-")))
         records = stack.enter_context(store.open_store(out, run)) if is_writer else store.Follower()
         if announce is not None:
             if records.records:

@@ -87,7 +87,7 @@ def _run(args: argparse.Namespace, mesh: Mesh | None, workers: RayWorkers | None
     if missing := _missing_packages():
         _say(f"without {' and '.join(missing)} there will be {CSV} and no page; for that: {INSTALL}")
     if processes.is_writer():
-        make_folder(args.out, "--out")  # and an impossible folder
+        make_folder(args.out, "--out")  # and a folder that cannot be written
     model = load(args.model, dtype=args.dtype, mesh=mesh)
     if spec.chat:
         chat_format(model, spec)  # a missing template is reported now

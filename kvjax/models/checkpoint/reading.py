@@ -79,6 +79,8 @@ def read_part(
             with plain_path(folder) as plain, ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
                 return checkpointer.restore(plain, args=args)[name]
     except DamagedChunk as e:
+        if "PERMISSION_DENIED" in str(e):  # by tensorstore
+            raise KvjaxError(f"part {name!r} of {directory} cannot be read ({e}); allow its files to be read") from e
         problem = f"is damaged ({e})"
     except (ValueError, TypeError, KeyError) as e:
         raise KvjaxError(
