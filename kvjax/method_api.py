@@ -65,7 +65,7 @@ from kvjax.cache.side_store.mixed_precision import PrecisionTiers, ScoredTiers
 from kvjax.cache.side_store.paged_heads import PagedHeads
 from kvjax.core import attention, memory
 from kvjax.core.attention import MASKED_LOGIT
-from kvjax.core.attention_mass import Observation, attention_mass
+from kvjax.core.attention_mass import Observation, attention_mass, attention_rows
 from kvjax.core.gradients import refuse_gradient
 from kvjax.core.mesh import over_heads, vary
 from kvjax.core.random import draw
@@ -186,6 +186,7 @@ __all__ = [
     # Attention and arrays
     "attention",  # module: logits, weights, masks and merging of partial attention
     "attention_mass",  # the attention that tokens receive from the queries, without the full matrix
+    "attention_rows",  # the attention that each query gives to each token, for a few queries
     "Partial",  # attention over some tokens, to be merged with that over others
     "MASKED_LOGIT",  # the logit of a hidden token
     "memory",  # module: device and host memory

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Float, Float32, Int32
 
-from kvjax.core.attention import MASKED_LOGIT, PLAIN, Rule, log_sum_exp, scores, split_blocks, visible
+from kvjax.core.attention import MASKED_LOGIT, PLAIN, Rule, log_sum_exp, scores, softmax, split_blocks, visible
 from kvjax.core.mesh import vary
 from kvjax.core.types import Array, KVBlock, exportable
 
@@ -21,21 +21,38 @@ LogitTransform = Callable[[Array, Array, Array], Array]
 
 @exportable
 class Observation(NamedTuple):
-    """The last Q queries of each prompt after RoPE, and what else a component asked for; the rest is None."""
+    """The last Q queries of each prompt after RoPE, and what else a component asked for; the rest is None.
+
+    Where a component asks for W queries, Q is W, or more if another component of the method asks for more: the last
+    query stands at the end, and a prompt of fewer tokens has padding in front of it. Where one asks for all (None), Q
+    is the width of the padded prompts, and padding stands behind. Padding may hold anything.
+
+    Attributes:
+      q: queries in the model's dtype, not scaled by H ** -0.5; Q is 0 where components ask for something else alone.
+      pos: positions in the prompt, -1 for padding; nothing else tells which queries are real.
+      num_kept: tokens that each sequence, or each head, keeps of a budget that layers divide.
+      measure: what this layer has measured of the prompt (`LayerBudgets.measure`), where it has a `num_kept`.
+      output_projection: of the layer, for `needs_output`.
+      hidden_states: what queries, keys and values of the tokens in the block were projected from, after the layer's
+        norm, for `needs_hidden`; in `Scorer.update_scores`, those of the repeated tokens.
+      replay_scores: scores of the tokens from a second pass over the prompt, for `Scorer.replay`.
+      paired_block: the same prompt in the layer above or below, for a method that pairs layers (MiniCache).
+      softmax_lse: the log-sum-exp of each query's logits to the whole prompt, the sinks, and a prefix that sequences
+        share, where attention left it. `attention_mass` and `attention_rows` take it; it is None once tokens of the
+        prompt are gone.
+      sinks: logits of the layer that take weight in every softmax and give no value (gpt-oss); those of the model have
+        an axis 0 of 1. None in a layer without.
+    """
 
     q: Float[Array, "B K G Q H"]
-    pos: Int32[Array, "B Q"]  # positions in the prompt, -1 for padding; nothing else tells which queries are real
-    # Tokens that each sequence, or each head, keeps of a budget that was divided among the layers.
+    pos: Int32[Array, "B Q"]
     num_kept: Int32[Array, " B"] | Int32[Array, "B K"] | None = None
-    measure: Any = None  # what this layer has measured of the prompt, where `num_kept` is its part of a divided budget
-    output_projection: Float[Array, "1 K G Hv D"] | None = None  # of the layer
-    hidden_states: Float[Array, "B 1 Q D"] | None = None  # the layer's inputs, from which these queries were projected
-    replay_scores: Float32[Array, "B K S"] | None = None  # scores of the tokens from a second pass over the prompt
-    paired_block: KVBlock | None = None  # the same prompt in the layer above or below
-    # The log-sum-exp of each query's logits, where attention left it: to the block, the sinks, and a prefix that
-    # sequences share.
+    measure: Any = None
+    output_projection: Float[Array, "1 K G Hv D"] | None = None
+    hidden_states: Float[Array, "B 1 T D"] | None = None
+    replay_scores: Float32[Array, "B K S"] | None = None
+    paired_block: KVBlock | None = None
     softmax_lse: Float32[Array, "B K G Q"] | None = None
-    # Logits of the layer that take weight in every softmax and give no value (gpt-oss); the model's are of axis 0 = 1.
     sinks: Float[Array, "#B K G"] | None = None
 
 
@@ -72,6 +89,26 @@ def attention_mass(
     return _sum_over_queries(
         reduce_queries, block, observation, query_weights, rule, block_size=block_size, transform=logit_transform
     )
+
+
+def attention_rows(block: KVBlock, observation: Observation, rule: Rule = PLAIN) -> Float32[Array, "B K G Q S"]:
+    """Computes the attention weights that each observed query gives to each slot.
+
+    They are the weights that `attention_mass` sums. The result grows with Q x S, so observe few queries, or take some
+    at a time.
+
+    Args:
+      block: keys of the prompt.
+      observation: the queries.
+      rule: the layer's window and soft cap.
+
+    Returns:
+      The weights, 0 in empty slots and for queries of padding.
+    """
+    logits = rule.logits(scores(observation.q, block.k), block.pos, observation.pos)
+    if observation.softmax_lse is None:
+        return softmax(logits, observation.sinks)
+    return jnp.where(logits > MASKED_LOGIT / 2, jnp.exp(logits - observation.softmax_lse[..., None]), 0.0)
 
 
 class Moments(NamedTuple):

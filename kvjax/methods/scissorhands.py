@@ -117,8 +117,7 @@ def count_below_mean(
     def add(total: kv.Array, queries: tuple[kv.Array, kv.Array]) -> tuple[kv.Array, None]:
         q, q_pos = queries
         is_visible = kv.attention.visible(block.pos, q_pos, rule)
-        logits = rule.logits(kv.attention.scores(q, block.k), block.pos, q_pos)
-        p = kv.attention.softmax(logits, observation.sinks).mean(2)
+        p = kv.attention_rows(block, observation._replace(q=q, pos=q_pos, softmax_lse=None), rule).mean(2)
         is_visible = is_visible[:, :, 0]  # [B K|1 q S]
         mean = 1 / jnp.maximum(is_visible.sum(-1, keepdims=True, dtype=jnp.int32), 1).astype(jnp.float32)
         return total + (is_visible & (p < mean)).sum(2, dtype=jnp.int32), None

@@ -12,7 +12,7 @@ from jax import lax
 from kvjax.cache.calibration.table_kinds import TableKind, register_table_kind
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.attention import scores, softmax, split_blocks
-from kvjax.core.attention_mass import Observation
+from kvjax.core.attention_mass import Observation, attention_rows
 from kvjax.core.types import Array, KVBlock
 
 NUM_COPIES = 4  # of the random text in which retrieval heads are looked for
@@ -71,7 +71,7 @@ class RetrievalHeads(TableKind):
         def sum_attention(queries: tuple[Array, Array]) -> dict[str, Array]:
             """Attention of queries [B K G Q H] to earlier copies f32[B K G], and the number of pairs f32[B K 1]."""
             q, q_pos = queries
-            p = softmax(spec.rule.logits(scores(q, block.k), block.pos, q_pos), observation.sinks)
+            p = attention_rows(block, observation._replace(q=q, pos=q_pos, softmax_lse=None), spec.rule)
             distance = q_pos[:, None, :, None] - block.pos[:, :, None]  # i32[B 1 Q S], tokens from the key to the query
             is_real = (q_pos[:, None, :, None] >= 0) & (block.pos[:, :, None] >= 0)
             is_successor = (distance >= 0) & ((distance + 1) % period == 0)

@@ -92,8 +92,27 @@ def evict_lowest(rank: Array, pos: Array, may_leave: Array, real: Array) -> Arra
     return jnp.where(is_full & is_lowest & (pos == oldest), -1, pos)
 
 
-def policy_state_at(statistics: Array, chosen: Array, slots: int) -> Array:
-    """Takes a prompt's statistics [B K T] at chosen i32[B K n], into the first n of `slots` slots; else 0."""
-    kept = jnp.take_along_axis(statistics, jnp.maximum(chosen, 0), 2)
-    kept = jnp.where(chosen >= 0, kept, jnp.zeros((), statistics.dtype))
-    return jnp.pad(kept, [(0, 0), (0, 0), (0, slots - chosen.shape[2])])
+def policy_state_at(statistics: Any, chosen: Array, slots: int) -> Any:
+    """Takes a prompt's statistics of chosen tokens into the slots of the policy's state.
+
+    Args:
+      statistics: an array [B #K T ..] of any dtype, with any further axes, or a pytree of such arrays.
+      chosen: i32[B #K n], the tokens that stay, -1 where unused.
+      slots: of the state, S.
+
+    Returns:
+      The statistics [B #K S ..]: those of token `chosen[.., i]` in slot i, and 0 in the other slots.
+    """
+
+    def take(x: Array) -> Array:
+        if jnp.ndim(x) < 3:
+            raise KvjaxError(
+                f"statistics of a prompt's tokens are arrays [B K T ..], K may be 1, got the shape {jnp.shape(x)}; "
+                "keep numbers that belong to no token apart from them"
+            )
+        index = chosen.reshape(*chosen.shape, *(1,) * (x.ndim - 3))
+        kept = jnp.take_along_axis(x, jnp.maximum(index, 0), 2)
+        kept = jnp.where(index >= 0, kept, jnp.zeros((), x.dtype))
+        return jnp.pad(kept, [(0, 0), (0, 0), (0, slots - chosen.shape[2]), *[(0, 0)] * (x.ndim - 3)])
+
+    return jax.tree.map(take, statistics)

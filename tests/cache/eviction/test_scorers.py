@@ -11,12 +11,13 @@ import pytest
 
 from kvjax.cache.eviction.scorers import AccumulatedAttention, WindowAttention
 from kvjax.core.attention import Rule, causal_attention_with_lse
-from kvjax.core.attention_mass import Observation, attention_mass
+from kvjax.core.attention_mass import Observation, attention_mass, attention_rows
 from kvjax.core.random import draw
 from kvjax.errors import KvjaxError
 from kvjax.methods.keynorm import KeyNorm
 from kvjax.methods.random import Random
 from tests.contract.layer import spec
+from tests.oracles import eviction as oracle
 from tests.oracles.test_eviction import LENGTHS, S, W, oracle_scores, random_block
 
 
@@ -94,6 +95,23 @@ def test_sums_that_are_known_change_nothing(window):
         np.testing.assert_allclose(x, y, atol=1e-5)
     twice = mass(block, obs._replace(softmax_lse=sums - np.float32(np.log(2))), weights)[0]
     np.testing.assert_allclose(twice, 2 * mass(block, obs, weights)[0], atol=1e-5)  # the mass is divided by them
+
+
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("padding", [0.0, np.inf])
+@pytest.mark.parametrize("num_queries", [W, None])
+def test_rows_are_the_oracles_and_add_up_to_the_mass(num_queries, padding, window):
+    block, obs = random_block(padding=padding, queries=num_queries)
+    rows = np.asarray(jax.jit(functools.partial(attention_rows, rule=Rule(window)))(block, obs))
+    q, k, _, _ = oracle.random_prompts(LENGTHS, S, 0)
+    for b, n in enumerate(LENGTHS):
+        weights = oracle.attention_weights(q[b, :, :, :n], k[b, :, :n], window)  # of all queries [K G n n]
+        for row, pos in zip(np.moveaxis(rows[b], 2, 0), np.asarray(obs.pos[b]), strict=True):
+            want = weights[:, :, pos] if pos >= 0 else np.zeros_like(weights[:, :, 0])
+            np.testing.assert_allclose(row[..., :n], want, atol=1e-6)
+            assert (row[..., n:] == 0).all()
+    mass = jax.jit(functools.partial(attention_mass, rule=Rule(window)))(block, obs, jnp.ones(obs.pos.shape))[0]
+    np.testing.assert_allclose(rows.sum(3), mass, atol=1e-5)
 
 
 def test_random_scores_belong_to_seed_head_and_position():

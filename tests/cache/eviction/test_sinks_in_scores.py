@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvjax.core.attention import MASKED_LOGIT, softmax
-from kvjax.core.attention_mass import Observation, attention_mass, moments
+from kvjax.core.attention_mass import Observation, attention_mass, attention_rows, moments
 from kvjax.core.types import KVBlock
 from kvjax.methods.expected_attention import ExpectedAttention
 from kvjax.methods.kvzip import ReplayAttention
@@ -55,12 +55,12 @@ def mass_of(block: KVBlock, observation: Observation) -> jax.Array:
     return attention_mass(block, observation, jnp.arange(1.0, 1 + S)[None].repeat(B, 0), block_size=4)[0]
 
 
-def mass_with_known_sums(block: KVBlock, observation: Observation) -> jax.Array:
+def with_known_sums(observation: Observation) -> Observation:
     """As attention leaves them: the sinks are in the sums already."""
     sums = jnp.asarray(np.log(np.where(CAUSAL, np.exp(CAUSAL_LOGITS), 0.0).sum(-1)), jnp.float32)
     if observation.sinks is not None:
         sums = jnp.logaddexp(sums, observation.sinks[..., None])
-    return mass_of(block, observation._replace(softmax_lse=sums))
+    return observation._replace(softmax_lse=sums)
 
 
 def replay_scores(block: KVBlock, observation: Observation) -> jax.Array:
@@ -111,8 +111,13 @@ def mean_query_attention() -> np.ndarray:
 CASES = {
     "mass": (mass_of, lambda: np.einsum("bkgts,t->bkgs", weigh(CAUSAL_LOGITS, CAUSAL), np.arange(1.0, 1 + S))),
     "mass, sums known": (
-        mass_with_known_sums,
+        lambda block, observation: mass_of(block, with_known_sums(observation)),
         lambda: np.einsum("bkgts,t->bkgs", weigh(CAUSAL_LOGITS, CAUSAL), np.arange(1.0, 1 + S)),
+    ),
+    "rows": (attention_rows, lambda: weigh(CAUSAL_LOGITS, CAUSAL)),
+    "rows, sums known": (
+        lambda block, observation: attention_rows(block, with_known_sums(observation)),
+        lambda: weigh(CAUSAL_LOGITS, CAUSAL),
     ),
     "squares": (
         lambda *observed: moments(*observed, block_size=4).square,
