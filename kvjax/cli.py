@@ -201,6 +201,9 @@ def _parser() -> argparse.ArgumentParser:
     methods = commands.add_parser("methods", help="every method in a line, or all that is known of some")
     methods.add_argument("names", nargs="*", metavar="NAME", help="methods whose parameters and sources to print")
     methods.add_argument("--json", action="store_true")
+    methods.add_argument(
+        "--api", action="store_true", help="the names that a method is written with, or the contracts of some (NAME)"
+    )
     methods.set_defaults(run=_methods)
 
     check = commands.add_parser("check", help="try a method against the rules that all methods keep")
@@ -517,6 +520,18 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _methods(args: argparse.Namespace) -> None:
+    if args.api:
+        from kvjax import method_api
+        from kvjax.registry import api_listing
+
+        names = api_listing.find_names(method_api, args.names) or api_listing.list_names(method_api)
+        if args.json:
+            print(json.dumps([name._asdict() for name in names], indent=2))
+        elif args.names:
+            print("\n".join(api_listing.format_contract(method_api, name) for name in names), end="")
+        else:
+            print(api_listing.format_names(names))
+        return
     from kvjax.registry import listing
     from kvjax.registry.loading import load_all
     from kvjax.registry.strings import find_entry
