@@ -42,6 +42,7 @@ from kvjax.engine import prefill as _prefill
 from kvjax.engine.forward import Plan, Target, exact_logits
 from kvjax.engine.sampling import SamplingParams
 from kvjax.errors import KvjaxError
+from kvjax.layer_cache import map_layer_caches
 from kvjax.models.config import Config
 from kvjax.utils import arguments
 from kvjax.utils.keywords import checks_keywords
@@ -215,7 +216,7 @@ def empty(plan: Plan, config: Config, batch: int, capacity: int, dtype: Any = jn
 
 
 @checks_keywords
-def take(cache: Cache, sequences: Array) -> Cache:
+def take(cache: Any, sequences: Array) -> Any:
     """Takes sequences of a cache, as a beam search does in every step.
 
     It is `jax.tree.map(lambda x: x[sequences], cache)` where all arrays lie on the device and have one entry per
@@ -223,7 +224,7 @@ def take(cache: Cache, sequences: Array) -> Cache:
     calibrated basis, stays as it is.
 
     Args:
-      cache: of B sequences.
+      cache: of B sequences; or what `kvjax.attach` returned, after the prompt, in the caller's own pytree.
       sequences: i32[n], which of them, in this order, each as often as it is named.
 
     Returns:
@@ -232,9 +233,19 @@ def take(cache: Cache, sequences: Array) -> Cache:
     Raises:
       KvjaxError: a cache after a shared prefix; `kvjax.Context.take` takes its sequences.
     """
-    batch, sequences = cache.length.shape[0], jnp.asarray(sequences, jnp.int32)
+    sequences = jnp.asarray(sequences, jnp.int32)
+    if not isinstance(cache, Cache):
+        return map_layer_caches(lambda layer: _take_sequences(layer, sequences), cache)
     if any(isinstance(state, SharedPrefixState) for state in cache.layers):
         raise KvjaxError("these sequences share a prefix; take some of them with Context.take, or read them one by one")
+    return _take_sequences(cache, sequences)
+
+
+def _take_sequences(cache: Any, sequences: Array) -> Any:
+    """`take` of a model's cache, or of a layer's."""
+    if cache.length is None:
+        raise KvjaxError("this cache holds no sequence yet: attend the prompt in every layer, then take sequences")
+    batch = cache.length.shape[0]
 
     def take_from(x: Array) -> Array:
         if x.ndim == 0 or x.shape[0] != batch:

@@ -682,7 +682,7 @@ def finish(
     compressed = {
         x.state.index: dataclasses.replace(x, state=state) for x, state in zip(ordered, vary(states), strict=True)
     }
-    return _map_layer_caches(lambda x: compressed[x.state.index], cache)
+    return map_layer_caches(lambda x: compressed[x.state.index], cache)
 
 
 def _repeat_prompt(
@@ -704,7 +704,7 @@ def _repeat_prompt(
     width = max(map(len, replay_prompts)) + settings.lead_tokens + min(settings.chunk_tokens, T)
 
     def set_start(cache: Any, start: Array | None) -> Any:
-        return _map_layer_caches(
+        return map_layer_caches(
             lambda x: dataclasses.replace(x, state=dataclasses.replace(x.state, start=start)), cache
         )
 
@@ -727,8 +727,9 @@ def _is_layer_cache(x: Any) -> bool:
     return isinstance(x, LayerCache)
 
 
-def _map_layer_caches(change: Callable[[LayerCache], LayerCache], cache: Any) -> Any:
-    """Changes every layer's cache in a pytree, and leaves its other entries."""
+def map_layer_caches(change: Callable[[LayerCache], LayerCache], cache: Any) -> Any:
+    """Changes every layer's cache in a pytree, and leaves its other entries; raises KvjaxError where there are none."""
+    _layer_caches(cache)
     return jax.tree.map(lambda x: change(x) if _is_layer_cache(x) else x, cache, is_leaf=_is_layer_cache)
 
 

@@ -12,6 +12,7 @@ from jax import lax
 
 import kvjax
 from kvjax import functional
+from kvjax.core import memory
 from kvjax.engine.plan import specs
 from kvjax.layer_cache import GIVES
 from kvjax.models.model import Model
@@ -31,6 +32,18 @@ LENGTHS, WIDTH, NEW, CAPACITY = np.array([12, 9], np.int32), 12, 8, 32
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 97, (2, WIDTH + NEW)), jnp.int32)
 PROMPT_POS = np.where(np.arange(WIDTH) < LENGTHS[:, None], np.arange(WIDTH), -1).astype(np.int32)
 STEPS = TOKENS[:, WIDTH:]
+
+
+SWAP = np.array([1, 0])
+SHARING = {"cskv", "matryoshka", "merged_heads"}
+"""Methods whose sequences share a calibrated basis; every other array has an entry for each sequence."""
+
+
+def reorder(cache: dict, order: np.ndarray, shares: bool) -> dict:
+    """Gives the sequences other places, by the two recipes of docs/your_model.md."""
+    if shares or any(map(memory.is_host, jax.tree.leaves(cache))):
+        return functional.take(cache, order)
+    return jax.tree.map(lambda x: x[order], cache)
 
 
 @functools.cache
@@ -69,14 +82,16 @@ def test_a_plain_decoder_equals_ours(name):
 
         def step(cache, xs):
             tokens, i = xs
-            pos = jnp.asarray(LENGTHS)[:, None] + i + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+            pos = jnp.asarray(LENGTHS[SWAP])[:, None] + i + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
             given = {"commit": 1} if has_drafts else {}
-            logits, cache = forward(params, tokens, pos, cache, **given)
-            return cache, logits[:, 0]
+            logits, cache = forward(params, tokens[SWAP], pos, cache, **given)
+            return cache, logits[SWAP, 0]
 
         # A draft is the next token here, so that what is drafted is what comes.
         following = jnp.pad(steps[:, 1:], [(0, 0), (0, 1)])
         fed = jnp.stack([steps, following], 2) if has_drafts else steps[:, :, None]
+        # As in a beam search, the sequences change places after the prompt, and their caches with them.
+        cache = reorder(cache, SWAP, name in SHARING)
         _, out = lax.scan(step, cache, (jnp.moveaxis(fed, 1, 0), jnp.arange(NEW, dtype=jnp.int32)))
         last = jnp.take_along_axis(logits, jnp.asarray(LENGTHS)[:, None, None] - 1, 1)[:, 0]
         return last, jnp.moveaxis(out, 0, 1)
