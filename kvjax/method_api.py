@@ -101,8 +101,8 @@ __all__ = [
     # What a component is given
     "Array",  # any array, NumPy's included
     "KVBlock",  # keys, values and positions of tokens [B K S H]; a position of -1 marks an empty slot
-    "Observation",  # queries of the prompt, their positions, and the attention that they gave where it was recorded
-    "LayerSpec",  # heads, head size, dtype, window and place of one layer
+    "Observation",  # queries of the prompt, their positions, and what else a component asks for
+    "LayerSpec",  # heads, widths, rotary embedding, window and soft cap of one layer
     "LayerState",  # what a layer holds between calls: stored keys and values, positions, states of its components
     "KVStorage",  # how a layer stores keys and values: codecs, and rotation; for readers and side stores
     "PromptSelection",  # how a layer chooses the prompt tokens that stay; for budgets
