@@ -139,21 +139,13 @@ def table(results: Results, protocol: str, shares: Sequence[str]) -> str:
 def more_table(results: Results, omitted: Collection[str] = ()) -> str:
     """A Markdown table of the settings outside the grid that hold everything on the device, with their bytes.
 
-    Settings that answer nothing share the last line. `omitted` are methods that another table shows.
+    `omitted` are methods that another table shows.
     """
-    lines, without_answers = ["| method | device | later questions |", "|---|---:|---:|"], {}
+    lines = ["| method | device | later questions |", "|---|---:|---:|"]
     for method in dict.fromkeys(s["method"] for s in results.settings if s["group"] != "scorers"):
         device, _ = results.document["bytes"][method]
-        score = cell(results.scores(method, "turns"))
-        if method in omitted:
-            continue
-        if score == NO_ANSWERS:
-            without_answers[f"`{method}`"] = device
-        else:
-            lines.append(f"| `{method}` | {100 * device:.1f}% | {score} |")
-    if without_answers:
-        least, most = (f"{100 * end(without_answers.values()):.1f}%" for end in (min, max))
-        lines.append(f"| {', '.join(without_answers)} | {least} to {most} | {NO_ANSWERS} |")
+        if method not in omitted:
+            lines.append(f"| `{method}` | {100 * device:.1f}% | {cell(results.scores(method, 'turns'))} |")
     return "\n".join(lines)
 
 
