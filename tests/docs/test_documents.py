@@ -44,6 +44,8 @@ OWN_METHODS = {
     "received_attention": "received_attention:budget=8 + adakv:page=4 + int8",
     "last_tokens": "last_tokens:recent=6 + offload",
     "half": "half + kcache:n=4",
+    "around_mean": "around_mean:bits=8 + snapkv:budget=8,window=2,kernel=3 + offload",
+    "peaks": "peaks:budget=6 + int8",
 }
 
 
@@ -54,6 +56,20 @@ def test_a_page_runs_from_top_to_bottom_and_prints_what_it_shows(page, monkeypat
 
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 130
+
+
+@pytest.mark.parametrize("page", SITE)
+def test_no_line_of_a_page_is_longer_than_160_characters(page):
+    lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
+    assert [f"{page}, line {i}: {line}" for i, line in enumerate(lines, 1) if len(line) > 160] == []
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/limits.md", "docs/results.md"])
+def test_a_bullet_has_at_most_40_words(page):
+    text = FENCE.sub("", (ROOT / page).read_text(encoding="utf-8"))
+    bullets = re.findall(r"^[-*] (.*(?:\n  .*)*)", text, re.M)
+    assert len(bullets) > 10
+    assert [bullet for bullet in bullets if len(bullet.split()) > 40] == []
 
 
 def test_the_readme_counts_the_methods_in_tens():
