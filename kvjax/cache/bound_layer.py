@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.chunked_extend import extend_in_chunks, extend_token_by_token
-from kvjax.cache.components import Codec, Components, KVStorage, PromptSelection, Slots
+from kvjax.cache.components import Codec, Components, KVStorage, PromptSelection, ReadResult, Slots
 from kvjax.cache.eviction.decode_policy import check_policy_result
 from kvjax.cache.eviction.selection import apply_selection
 from kvjax.cache.protocol import LayerSpec, LayerState, Needs, StepResult
@@ -210,7 +210,7 @@ class MethodLayer:
             observation = _without_sums(observation)
         if m.decode is not None:
             result = m.decode.init(self.spec, block, observation, num_slots)
-            chosen, policy_state = check_policy_result(m.decode, "init", result, block.k.shape[:2])
+            chosen, policy_state = check_policy_result(m.decode, "init", result, block.k.shape[:2], num_slots)
             block = gather_tokens(block, chosen)
         # Empty slots follow the tokens, for what is decoded later.
         more = [(0, 0), (0, 0), (0, num_slots - block.pos.shape[2])]
@@ -307,6 +307,11 @@ class MethodLayer:
             other_partial = functools.reduce(combine, others) if others else None
             opened = self.storage.open_values(state)
             result = m.read.read(self.storage, opened, q, q_pos, other_partial, cross_layer)
+            if not isinstance(result, ReadResult):
+                raise KvjaxError(
+                    f"{type(m.read).__name__}.read must return ReadResult(part), where part is a Partial such as "
+                    f"attention.attend_scores(logits, values) makes, and returned {type(result).__name__}"
+                )
             partials = [result.part]
             if m.side_store:
                 partials.append(m.side_store.read(self.storage, opened, q, q_pos))
@@ -320,7 +325,7 @@ class MethodLayer:
                 weights = weights * share[..., None]
             weights = None if weights is None else weights[:, :, :, 0]
             after = m.decode.after_token(self.spec, state, weights, q_pos[:, :1])
-            pos, policy_state = check_policy_result(m.decode, "after_token", after, q.shape[:2])
+            pos, policy_state = check_policy_result(m.decode, "after_token", after, q.shape[:2], state.pos.shape[2])
             state = dataclasses.replace(state, pos=pos, policy_state=policy_state)
         return StepResult(merge(partials + others), state, result.cross_layer)
 

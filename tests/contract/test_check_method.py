@@ -14,7 +14,21 @@ from kvjax.cache.protocol import Traits
 from kvjax.core import memory
 from kvjax.core.attention import attend_dense
 from kvjax.core.types import KVBlock
-from kvjax.method_api import Codec, Full, Host, Method, Policy, Reader, ReadResult, Scorer, make_selection, token_scores
+from kvjax.method_api import (
+    Codec,
+    Fp8,
+    Full,
+    Host,
+    Method,
+    PerTokenCodec,
+    Policy,
+    Quantizer,
+    Reader,
+    ReadResult,
+    Scorer,
+    make_selection,
+    token_scores,
+)
 from kvjax.testing import BrokenRule, check_method, rules, toy_model
 from tests.contract.test_conformance import LastTokens, LastTokensLayer
 
@@ -531,9 +545,13 @@ class Mistaken(RecentWindowWithAges):
         if self.fault == "no observation":
             return observation.pos, None
         chosen, ages = super().init(spec, block, observation, num_slots)
-        return {"slots alone": chosen, "no heads": (chosen[:, 0], ages), "a list": (chosen, [0.0])}.get(
-            self.fault, (chosen, ages)
-        )
+        too_many = jnp.pad(chosen, [(0, 0), (0, 0), (0, num_slots)], constant_values=-1)
+        return {
+            "slots alone": chosen,
+            "no heads": (chosen[:, 0], ages),
+            "a list": (chosen, [0.0]),
+            "too many": (too_many, ages),
+        }.get(self.fault, (chosen, ages))
 
     def after_token(self, spec, state, weights, q_pos):
         if self.fault == "no weights":
@@ -549,6 +567,29 @@ class FlatGate(Full):
     def read(self, layer, state, q, q_pos, other_partial=None, cross_layer=None):
         gated = dataclasses.replace(state, bias=jnp.zeros(state.pos.shape[::2]))
         return super().read(layer, gated, q, q_pos, other_partial, cross_layer)
+
+
+@dataclasses.dataclass(frozen=True)
+class PartAlone(Full):
+    """A reader that returns attention and not a `ReadResult`."""
+
+    def read(self, layer, state, q, q_pos, other_partial=None, cross_layer=None):
+        return super().read(layer, state, q, q_pos, other_partial, cross_layer).part
+
+
+@dataclasses.dataclass(frozen=True)
+class MistakenQuantizer(Quantizer):
+    """A quantizer with a mistake of its author, `fault`."""
+
+    fault: str
+
+    def encode(self, x):
+        scale = jnp.abs(x).max(-1)
+        return {"a scale without an axis": (x, scale), "a constant": (x, 127)}.get(self.fault, (x, scale[..., None]))
+
+    def decode(self, coded):
+        x = coded[0]
+        return {"a tuple": (x,), "half a vector": x[..., ::2]}.get(self.fault, x)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -587,10 +628,28 @@ MISTAKES = {
     ),
     "positions alone": (Mistaken(4, "positions alone"), "Mistaken.after_token must return two things, positions"),
     "positions of a sequence": (Mistaken(4, "positions of a sequence"), "Mistaken.after_token must return positions"),
+    "too many": (Mistaken(4, "too many"), r"Mistaken.init must return at most num_slots = \d+ slots .* returned \d+"),
+    "a part alone": (PartAlone(), r"PartAlone.read must return ReadResult\(part\), .*, and returned Partial"),
+    "a scale without an axis": (
+        PerTokenCodec(MistakenQuantizer("a scale without an axis")),
+        r"MistakenQuantizer.encode must return arrays .*, here \[., 2, .*, 'w'\], .*shape \[., 2, \d+\]; keep an axis",
+    ),
+    "a constant": (PerTokenCodec(MistakenQuantizer("a constant")), r"one of shape \[\]; keep .*constants in fields"),
+    "a tuple": (PerTokenCodec(MistakenQuantizer("a tuple")), "MistakenQuantizer.decode must return .*returned tuple"),
+    "half a vector": (
+        PerTokenCodec(MistakenQuantizer("half a vector")),
+        r"MistakenQuantizer.decode must return .*, here \[., 2, .*, 8\], and returned \[., 2, .*, 4\]",
+    ),
     "a flat bias": (FlatGate(), r"must be f32\[B K S\], here \(., 2, .*\); got float32"),
     "vectors for codes": (PlainAppend(), "`append` takes new token vectors in the buffer's dtype int8, got float32"),
     "plain arrays": (NothingPacked(), "packed: NothingPacked.encode stores int8.*`memory.pack` did not make"),
 }
+
+
+@pytest.mark.parametrize("quantizer", [Fp8, "fp8", PerTokenCodec()], ids=str)
+def test_a_codec_of_single_vectors_takes_a_value_of_a_quantizer(quantizer):
+    with pytest.raises(KvjaxError, match="the quantizer of PerTokenCodec is a Quantizer, got .*(Fp8|MinMax)"):
+        PerTokenCodec(quantizer)
 
 
 @pytest.mark.parametrize("fault", MISTAKES)

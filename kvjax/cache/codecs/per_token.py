@@ -42,7 +42,12 @@ class PerTokenCodec(Codec):
     quantizer: Quantizer = MinMax()
     rotate: Literal["", "hadamard"] = ""
 
-    __post_init__ = check_fields
+    def __post_init__(self):
+        check_fields(self)
+        if not isinstance(self.quantizer, Quantizer):
+            name = getattr(self.quantizer, "__name__", "")
+            remedy = f"; give a value of it, {name}(..)" if name else ", as MinMax(bits=4)"
+            raise KvjaxError(f"the quantizer of PerTokenCodec is a Quantizer, got {self.quantizer!r:.80}{remedy}")
 
     def encode(self, x: Array, pos: Array) -> QuantizedTokens:
         H = x.shape[3]
@@ -53,7 +58,9 @@ class PerTokenCodec(Codec):
                 "quantizes the vectors as they are"
             )
         x = jnp.where((pos >= 0)[..., None], x, jnp.zeros((), x.dtype))
-        return QuantizedTokens(jax.tree.map(memory.pack, self._quantize(x)), H, x.dtype.name)
+        coded = self._quantize(x)
+        self._check_coded(coded, x.shape)
+        return QuantizedTokens(jax.tree.map(memory.pack, coded), H, x.dtype.name)
 
     def decode(self, stored: QuantizedTokens) -> Array:
         return self._dequantize(memory.map_buffers(memory.unpack, stored.parts), stored.dtype)
@@ -84,6 +91,23 @@ class PerTokenCodec(Codec):
         """[B K T H] -> the quantizer's arrays [B K T w]."""
         x = refuse_gradient(x, f"codes of {type(self.quantizer).__name__}")
         return self.quantizer.encode(self._rotate(x))
+
+    def _check_coded(self, coded: Any, shape: tuple[int, ...]) -> None:
+        """Raises KvjaxError where the quantizer's author returned other arrays than a codec can store and restore."""
+        name = type(self.quantizer).__name__
+        for array in jax.tree.leaves(coded):
+            if jnp.shape(array)[:-1] != shape[:-1]:
+                raise KvjaxError(
+                    f"{name}.encode must return arrays [.. w] for vectors [.. H], here {[*shape[:-1], 'w']}, and "
+                    f"returned one of shape {list(jnp.shape(array))}; keep an axis of 1 for one number of a vector "
+                    "(keepdims=True), and constants in fields"
+                )
+        restored = jax.eval_shape(self.quantizer.decode, coded)
+        if getattr(restored, "shape", None) != shape:
+            returned = list(restored.shape) if hasattr(restored, "shape") else type(restored).__name__
+            raise KvjaxError(
+                f"{name}.decode must return the vectors [.. H], here {list(shape)}, and returned {returned}"
+            )
 
     def _dequantize(self, coded: Any, dtype: str) -> Array:
         return self._rotate(self.quantizer.decode(coded)).astype(dtype)

@@ -19,7 +19,9 @@ from kvjax.core.types import Array
 from kvjax.errors import KvjaxError
 
 
-def check_policy_result(policy: Policy, member: str, result: Any, heads: tuple[int, ...]) -> tuple[Array, Any]:
+def check_policy_result(
+    policy: Policy, member: str, result: Any, heads: tuple[int, ...], num_slots: int
+) -> tuple[Array, Any]:
     """Returns what `init` or `after_token` of a policy returned; raises KvjaxError that names its author's mistake.
 
     Args:
@@ -27,6 +29,7 @@ def check_policy_result(policy: Policy, member: str, result: Any, heads: tuple[i
       member: "init" or "after_token".
       result: what it returned.
       heads: sequences and key/value heads, B and K.
+      num_slots: of the state.
     """
     name = f"{type(policy).__name__}.{member}"
     first = "slots of the prompt i32[B 1|K n]" if member == "init" else "positions i32[B 1|K S]"
@@ -41,6 +44,9 @@ def check_policy_result(policy: Policy, member: str, result: Any, heads: tuple[i
     elif getattr(chosen, "ndim", 0) != 3 or chosen.shape[0] != B or chosen.shape[1] not in (1, K):
         wanted = f"{first}, here [{B}, 1 or {K}, ..]"
         returned = f"{chosen.dtype}{list(chosen.shape)}" if hasattr(chosen, "shape") else type(chosen).__name__
+    elif member == "init" and chosen.shape[2] > num_slots:
+        wanted = f"at most num_slots = {num_slots} slots of the prompt"
+        returned = f"{chosen.shape[2]}"
     elif others:
         wanted = "a policy state of arrays, such as f32[B K S]"
         returned = f"one with a {type(others[0]).__name__}"
@@ -103,6 +109,9 @@ def policy_state_at(statistics: Any, chosen: Array, slots: int) -> Any:
     Returns:
       The statistics [B #K S ..]: those of token `chosen[.., i]` in slot i, and 0 in the other slots.
     """
+
+    if chosen.shape[2] > slots:
+        raise KvjaxError(f"{chosen.shape[2]} tokens are chosen for {slots} slots; choose at most `num_slots` of them")
 
     def take(x: Array) -> Array:
         if jnp.ndim(x) < 3:

@@ -44,3 +44,8 @@ def test_statistics_may_be_a_pytree():
 def test_numbers_that_belong_to_no_token_are_named(shape):
     with pytest.raises(KvjaxError, match=rf"\[B K T \.\.\].*got the shape \({', '.join(map(str, shape))}"):
         policy_state_at(jnp.zeros(shape), OF_HEADS, S)
+
+
+def test_more_tokens_than_slots_are_refused():
+    with pytest.raises(KvjaxError, match="3 tokens are chosen for 2 slots; choose at most `num_slots`"):
+        policy_state_at(jnp.zeros((B, K, T)), OF_HEADS, 2)
