@@ -191,7 +191,7 @@ __all__ = [
     "MASKED_LOGIT",  # the logit of a hidden token
     "memory",  # module: device and host memory
     "gather_tokens",  # takes the token vectors [B K S H] of some slots, from either memory
-    "top_k_mask",  # marks the k highest entries; ties go to the lower index
+    "top_k_mask",  # marks the k highest of the allowed entries; ties go to the lower index
     "covering_mask",  # marks the fewest entries that reach a share of the sum
     "mask_to_slots",  # lists the marked slots
     "over_heads",  # runs a function on each device's heads

@@ -46,6 +46,7 @@ OWN_METHODS = {
     "half": "half + kcache:n=4",
     "around_mean": "around_mean:bits=8 + snapkv:budget=8,window=2,kernel=3 + offload",
     "peaks": "peaks:budget=6 + int8",
+    "top_tokens": "top_tokens:topk=4 + h2o:heavy=4,recent=4 + int8",
 }
 
 
