@@ -11,7 +11,7 @@ from kvjax.core.types import Array
 
 
 def top_k_mask(
-    scores: Float[Array, "*rest U"], allowed: Bool[Array, "..."], k: Int32[Array, "..."]
+    scores: Float[Array, "*rest U"], allowed: Bool[Array, "..."], k: Int32[Array, "..."] | int
 ) -> Bool[Array, "*rest U"]:
     """Marks the k highest allowed scores along the last axis; ties go to the lower index.
 
@@ -20,7 +20,7 @@ def top_k_mask(
     Args:
       scores: one for each entry.
       allowed: broadcastable to `scores`; entries that are not allowed may score anything, NaN included.
-      k: [B ...], broadcast over missing trailing axes. Where fewer are allowed, all of them are marked.
+      k: one number, or [B ...], broadcast over missing trailing axes. Where fewer are allowed, all of them are marked.
 
     Returns:
       The mask.
@@ -30,6 +30,7 @@ def top_k_mask(
     scores = jnp.where(scores == 0, 0.0, scores).astype(jnp.float32)
     bits, sign = jax.lax.bitcast_convert_type(scores, jnp.uint32), jnp.uint32(2**31)
     keys, tied = jnp.broadcast_arrays(jnp.where(bits >= sign, ~bits, bits | sign), allowed)
+    k = jnp.asarray(k, jnp.int32)
     k = k.reshape(*k.shape, *(1,) * (keys.ndim - k.ndim))
 
     def count(mask):

@@ -16,6 +16,7 @@ def test_exactly_k_entries_are_marked_and_ties_go_to_the_lower_index():
         mask = np.asarray(select(scores, allowed, np.array([n, n], np.int32)))
         assert np.flatnonzero(mask[0]).tolist() == sorted([0, 3, 4, 1][:n])
         assert np.flatnonzero(mask[1]).tolist() == sorted([4, 1, 2, 3, 0][:n])
+        np.testing.assert_array_equal(jax.jit(top_k_mask, static_argnums=2)(scores, allowed, n), mask)
 
 
 def test_a_mask_lists_its_slots_in_order():
