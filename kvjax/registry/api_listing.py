@@ -25,10 +25,11 @@ class ApiName(NamedTuple):
 
 
 def list_names(api: types.ModuleType) -> list[ApiName]:
-    """Reads names, headings and meanings off the comments of the module's `__all__`, which hold them once."""
-    listed = inspect.getsource(api).partition("__all__ = [\n")[2].partition("\n]")[0]
+    """Reads names, headings and meanings off the module's list of names and its comments, which hold them once."""
+    listed = re.search(r"^\w+ = \[\n(.*?)^\]", inspect.getsource(api), re.M | re.S)
+    assert listed is not None
     names, component = [], ""
-    for line in listed.splitlines():
+    for line in listed[1].splitlines():
         if heading := re.fullmatch(r"    # (.+)", line):
             component = heading[1]
         elif entry := re.fullmatch(r'    "(\w+)",(?:  # (.+))?', line):

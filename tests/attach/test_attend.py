@@ -329,7 +329,30 @@ def test_finish_finds_the_layers_of_a_foreign_cache_whatever_the_order_of_its_ke
     assert kvjax.finish(ours) is ours
 
 
+@pytest.mark.parametrize("method", [METHODS[1], "offload"])
+def test_sequences_of_a_foreign_cache_are_taken_and_its_other_entries_stay(method):
+    q, k, v = (x[:, :T] for x in random_tokens())
+    _, cache = attend(layer_cache(method), q, k, v, right_positions())
+    foreign = {"kv": cache, "end_index": jnp.int32(5)}
+    taken = jax.jit(kvjax.functional.take)(foreign, np.array([1, 1, 0]))
+    assert taken["end_index"] == 5 and taken["kv"].length.tolist() == LENGTHS[[1, 1, 0]].tolist()
+    pos = jnp.asarray(LENGTHS)[:, None]
+    want, _ = attend(cache, q[:, :1], k[:, :1], v[:, :1], pos)
+    order = np.array([1, 1, 0])
+    got, _ = attend(taken["kv"], q[order, :1], k[order, :1], v[order, :1], pos[order])
+    np.testing.assert_allclose(got, want[order], atol=1e-6)
+
+
 # What is refused, each with its remedy.
+
+
+@pytest.mark.parametrize(
+    ("cache", "message"),
+    [({}, "cache is what kvjax.attach returns"), ({0: layer_cache()}, "holds no sequence yet: attend the prompt")],
+)
+def test_sequences_are_taken_of_a_cache_that_has_some(cache, message):
+    with pytest.raises(KvjaxError, match=message):
+        kvjax.functional.take(cache, np.array([0]))
 
 
 @pytest.mark.parametrize(
