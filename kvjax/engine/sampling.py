@@ -18,7 +18,7 @@ from kvjax.errors import KvjaxError
 from kvjax.utils import arguments
 from kvjax.utils.keywords import checks_keywords
 
-MIN_POSITIVE = 1e-30  # least temperature and top_p: dividing logits by a smaller one would overflow
+MIN_POSITIVE, MAX_POSITIVE = 1e-30, 1e30  # of temperatures, penalties and top_p: float32 holds both and their inverses
 
 
 @pytree
@@ -90,14 +90,14 @@ class SamplingParams:
         # Numbers of JAX and NumPy are accepted and become plain ones, which hash.
         temperature = self.temperature
         if isinstance(temperature, bool) or temperature != 0:
-            temperature = arguments.number("temperature", temperature, MIN_POSITIVE, 1 / MIN_POSITIVE, "; 0 is greedy")
+            temperature = arguments.number("temperature", temperature, MIN_POSITIVE, MAX_POSITIVE, "; 0 is greedy")
         fields: dict[str, Any] = {"temperature": float(temperature), "seed": check_seed(self.seed)}
         if self.top_k is not None:
             fields["top_k"] = arguments.integer("top_k", self.top_k)
         for name, least, most, remedy in (
             ("top_p", MIN_POSITIVE, 1, ""),
             ("min_p", 0, 1, ""),
-            ("repetition_penalty", MIN_POSITIVE, 1 / MIN_POSITIVE, "; 1 is none"),
+            ("repetition_penalty", MIN_POSITIVE, MAX_POSITIVE, "; 1 is none"),
             ("presence_penalty", -2, 2, "; 0 is none"),
             ("frequency_penalty", -2, 2, "; 0 is none"),
         ):
@@ -159,8 +159,7 @@ def sample(
         logits = apply_penalties(sampler.penalties, logits, counts)
     if sampler.temperature is None:
         return jnp.argmax(logits, -1).astype(jnp.int32)
-    filtered = apply_filters(sampler, logits / sampler.temperature)
-    return jax.vmap(jax.random.categorical)(keys, filtered).astype(jnp.int32)
+    return jax.vmap(jax.random.categorical)(keys, apply_filters(sampler, logits)).astype(jnp.int32)
 
 
 def apply_penalties(penalties: Penalties, logits: Float32[Array, "B V"], counts: TokenCounts) -> Float32[Array, "B V"]:
@@ -182,24 +181,31 @@ def count_tokens(counts: TokenCounts, tokens: Int32[Array, " B"]) -> TokenCounts
 
 
 def apply_filters(sampler: Sampler, logits: Float32[Array, "B V"]) -> Float32[Array, "B V"]:
-    """Sets the tokens that the filters drop to MASKED_LOGIT, in logits after the temperature."""
+    """Applies the temperature and then the filters, which set the tokens that they drop to MASKED_LOGIT.
+
+    The largest logit of each sequence becomes 0 before the temperature divides it. At any temperature it then stays
+    above MASKED_LOGIT, and what a filter drops is never drawn.
+    """
+    assert sampler.temperature is not None
+    best = logits.max(-1, keepdims=True)
+    scaled = (logits - best) / sampler.temperature
     if (sampler.top_k, sampler.top_p, sampler.min_p) == (None, None, None):
-        return logits
+        return scaled
     # The sort is stable, so that the lower index of equal logits comes first.
     order = jnp.argsort(-logits, axis=-1, stable=True)
-    ranked = jnp.take_along_axis(logits, order, -1)  # likeliest first
-    keep = jnp.ones(ranked.shape, bool)
+    keep = jnp.ones(logits.shape, bool)  # likeliest first
     if sampler.top_k is not None:
-        keep &= (jnp.arange(ranked.shape[-1]) < sampler.top_k)[None]
+        keep &= (jnp.arange(logits.shape[-1]) < sampler.top_k)[None]
     if sampler.top_p is not None:
-        p = jax.nn.softmax(jnp.where(keep, ranked, MASKED_LOGIT), -1)
+        p = jax.nn.softmax(jnp.where(keep, jnp.take_along_axis(scaled, order, -1), MASKED_LOGIT), -1)
         keep &= covering_mask(p, sampler.top_p)
     if sampler.min_p is not None:
-        # In units of the logits, whose own rounding is relative to their size.
-        best, slack = ranked[:, :1], BOUNDARY_ROUNDING * jnp.maximum(jnp.abs(ranked[:, :1]), 1)
-        keep &= ranked >= best + jnp.log(sampler.min_p) - slack
+        # In units of the logits before the subtraction, whose own rounding is relative to their size.
+        slack = BOUNDARY_ROUNDING * jnp.maximum(jnp.abs(best), sampler.temperature)
+        least = sampler.temperature * jnp.log(sampler.min_p) - slack
+        keep &= jnp.take_along_axis(logits, order, -1) - best >= least
     keep = jnp.put_along_axis(jnp.zeros_like(keep), order, keep, -1, inplace=False)
-    return jnp.where(keep, logits, MASKED_LOGIT)
+    return jnp.where(keep, scaled, MASKED_LOGIT)
 
 
 def sequence_keys(

@@ -96,7 +96,7 @@ def _warp(sampler: Sampler, logits: Array) -> Array:
     """Applies the temperature and the filters to logits f32[B T V]."""
     if sampler.temperature is None:
         return logits
-    return apply_filters(sampler, logits.reshape(-1, logits.shape[-1]) / sampler.temperature).reshape(logits.shape)
+    return apply_filters(sampler, logits.reshape(-1, logits.shape[-1])).reshape(logits.shape)
 
 
 def _to_probabilities(sampler: Sampler, logits: Array) -> Array:

@@ -112,6 +112,45 @@ def test_a_tiny_bound_keeps_the_likeliest_token_and_a_min_p_of_one_its_equals():
     assert count_kept(logits, min_p=1e-30) == count_kept(logits, top_k=2**31 - 1) == 4
 
 
+def probabilities_by_definition(logits: np.ndarray, temperature: float, top_k=None, top_p=None, min_p=None):
+    """The probabilities f64[V] of one sequence's tokens, by the definitions of the filters, in float64."""
+    scaled = (logits.astype(np.float64) - logits.max()) / temperature
+    order = np.argsort(-logits, kind="stable")
+    kept = order[: len(order) if top_k is None else top_k]
+    if top_p is not None and top_p < 1:
+        p = np.exp(scaled[kept]) / np.exp(scaled[kept]).sum()
+        kept = kept[np.cumsum(p) - p < top_p * (1 - 1e-6)]
+    if min_p is not None:
+        kept = kept[np.exp(scaled[kept]) >= min_p * (1 - 1e-6)]
+    p = np.zeros(len(logits))
+    p[kept] = np.exp(scaled[kept])
+    return p / p.sum()
+
+
+EXTREMES = {
+    "negative": [-50.0, -60.0, -60.0, -1e4],
+    "positive": [60.0, 50.0, 59.0, -3.0],
+    "of both signs": [-0.5, 0.25, -40.0, 0.125],
+    "small": [-1e-20, -2e-20, 0.0, -1e-30],
+    "ties": [-7.0, -5.0, -5.0, -5.0],
+    "without a chance": [-50.0, -np.inf, -51.0, -np.inf],
+}
+FILTERS = ({}, {"top_k": 1}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.9}, {"top_k": 3, "top_p": 0.9, "min_p": 0.1})
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-29, 1e-20, 0.01, 1.0, 1e30])
+@pytest.mark.parametrize("fields", FILTERS, ids=str)
+def test_no_temperature_draws_what_a_filter_drops(temperature, fields):
+    """As `generate` samples, and as `speculate` verifies, which turns the same logits into probabilities."""
+    logits = np.array(list(EXTREMES.values()), np.float32)
+    sampler = SamplingParams(temperature=temperature, **fields).sampler()
+    expected = np.stack([probabilities_by_definition(row, temperature, **fields) for row in logits])
+    np.testing.assert_allclose(jax.nn.softmax(filter_logits(sampler, jnp.asarray(logits)), -1), expected, atol=1e-6)
+    draw = jax.jit(jax.vmap(lambda keys: sample(sampler, jnp.asarray(logits), keys)))
+    tokens = draw(jax.random.split(jax.random.key(0), (64, len(logits))))
+    assert (expected[np.arange(len(logits)), np.asarray(tokens)] > 0).all()
+
+
 NUM_DRAWS = 20_000
 FIVE_SIGMA = 5 * np.sqrt(0.25 / NUM_DRAWS)
 
