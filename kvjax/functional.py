@@ -17,6 +17,8 @@ Nothing here is given a model, and so a cache of these functions names no weight
 parameters that filled it. `kvjax.extend`, `kvjax.generate` and `kvjax.Context` refuse such a cache until the caller
 says whose it is, `dataclasses.replace(cache, weights=model.fingerprint)`.
 
+Under `jax_enable_x64` everything is computed in 32 bits as without it: arrays of 64 bits are narrowed.
+
 Arguments called static are Python values, which decide shapes: close over them, or name them in `jax.jit`'s
 `static_argnames`. A program that takes or returns a cache can be written by `jax.export`; a process that reads it calls
 `bind` before `jax.export.deserialize`, since JAX finds the classes of a method's state only once they are imported.
@@ -34,6 +36,7 @@ from jax.core import Tracer
 from kvjax.cache.protocol import Cache, KVMethod
 from kvjax.cache.shared_prefix import SharedPrefixState
 from kvjax.core import memory
+from kvjax.core.precision import computes_in_32_bits
 from kvjax.core.random import key_from_seed
 from kvjax.core.types import Array
 from kvjax.engine import decode as _decode
@@ -72,6 +75,7 @@ def bind(method: str | KVMethod, config: Config, differentiable: bool = False) -
 
 
 @checks_keywords
+@computes_in_32_bits
 def logits(params: Any, tokens: Array, config: Config) -> Array:
     """Runs the exact forward pass without a cache.
 
@@ -87,6 +91,7 @@ def logits(params: Any, tokens: Array, config: Config) -> Array:
 
 
 @checks_keywords
+@computes_in_32_bits
 def prefill(
     params: Any,
     tokens: Array,
@@ -130,6 +135,7 @@ def prefill(
 
 
 @checks_keywords
+@computes_in_32_bits
 def extend(
     params: Any, tokens: Array, cache: Cache, lengths: Array | None = None, commit: int | None = None
 ) -> tuple[Array, Cache]:
@@ -158,6 +164,7 @@ def extend(
 
 
 @checks_keywords
+@computes_in_32_bits
 def decode(
     params: Any,
     cache: Cache,
@@ -195,6 +202,7 @@ def decode(
 
 
 @checks_keywords
+@computes_in_32_bits
 def empty(plan: Plan, config: Config, batch: int, capacity: int, dtype: Any = jnp.float32) -> Cache:
     """Makes the cache of sequences that have no token yet.
 
@@ -216,6 +224,7 @@ def empty(plan: Plan, config: Config, batch: int, capacity: int, dtype: Any = jn
 
 
 @checks_keywords
+@computes_in_32_bits
 def take(cache: Any, sequences: Array) -> Any:
     """Takes sequences of a cache, as a beam search does in every step.
 

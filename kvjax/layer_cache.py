@@ -27,6 +27,7 @@ from jax.sharding import Mesh
 from kvjax.cache.protocol import BoundLayer, KVMethod, LayerSpec, num_layer_slots
 from kvjax.core.attention import Rule
 from kvjax.core.mesh import to_numpy, vary
+from kvjax.core.precision import computes_in_32_bits
 from kvjax.core.rope import Rope
 from kvjax.core.types import Array, pytree
 from kvjax.engine.layer_prompt import LayerCall, LayerInputs, LayerPrompt, begin_prompt
@@ -333,6 +334,7 @@ _ABSENT = _Absent()
 
 
 @checks_keywords
+@computes_in_32_bits
 def attend(
     cache: LayerCache,
     q: Array,
@@ -373,7 +375,7 @@ def attend(
 
     Returns:
       (outputs [B T N V] in q's dtype, before the output projection; the next cache), or (outputs, cache, cross_layer).
-      Outputs of padding mean nothing.
+      Outputs of padding mean nothing. Under `jax_enable_x64` arrays of 64 bits are narrowed, and outputs have 32.
 
     Raises:
       KvjaxError: arrays that contradict the layer's spec, a prompt that waits for `finish`, or, where their values are
@@ -631,6 +633,7 @@ def _find_wrong(
 
 
 @checks_keywords
+@computes_in_32_bits
 def finish(
     cache: Any,
     *,

@@ -9,6 +9,7 @@ import numpy as np
 
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.mesh import to_numpy
+from kvjax.core.precision import computes_in_32_bits
 from kvjax.core.rope import Rope
 from kvjax.core.types import Array
 from kvjax.errors import KvjaxError
@@ -21,6 +22,7 @@ TOLERANCE = 2e-3
 
 
 @checks_keywords
+@computes_in_32_bits
 def check_rope(spec: LayerSpec | Rope, rotate: Callable[[Array, Array], Array], *, layout: str = "BTNH") -> None:
     """Checks that a decoder rotates queries and keys as its spec says.
 

@@ -1,0 +1,133 @@
+"""Under `jax_enable_x64` the doors for callers' own programs compute in 32 bits, and give the results without it."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import kvjax
+from kvjax import functional
+from kvjax.core.precision import computes_in_32_bits
+from kvjax.testing import toy_model
+
+MODEL = toy_model(layers=1, head_dim=32)
+RNG = np.random.default_rng(0)
+TOKENS = RNG.integers(1, 97, (2, 20))  # i64, as NumPy makes them
+LENGTHS = np.array([20, 13])
+N, K, H = 4, 2, 32
+ROPE = kvjax.Rope(H)
+METHODS = (
+    "full",
+    "snapkv:budget=8,window=4 + int8",
+    "kivi:bits=4,group=8,residual=8",
+    "quest:budget=8,page=4,device_layers=0",
+    "h2o:heavy=4,recent=4",
+    "kvzip:budget=8",
+)
+"""A method of each kind of component, and one that repeats the prompt."""
+
+
+def dtypes(tree) -> set[str]:
+    return {x.dtype.name for x in jax.tree.leaves(tree)}
+
+
+def run_functional(method: str) -> tuple:
+    config = MODEL.config
+    plan = functional.bind(method, config)
+
+    @jax.jit
+    def run(params, tokens, lengths):
+        last, cache = functional.prefill(params, tokens, lengths, plan, config, 48)
+        logits, cache = functional.extend(params, tokens[:, :3], cache)
+        answer, cache = functional.decode(params, cache, logits[:, -1].argmax(-1), 3)
+        return functional.logits(params, tokens, config), last, logits, answer, functional.take(cache, jnp.arange(2))
+
+    return run(MODEL.params, TOKENS, LENGTHS)
+
+
+def run_attend(method: str, dtype: type = np.float32) -> tuple:
+    """A prompt and a scan over steps, whose carry must keep its types."""
+    rng = np.random.default_rng(1)
+    q, k, v = (rng.normal(size=(2, 20, heads, H)).astype(dtype) for heads in (N, K, K))
+    specs = kvjax.specs_of(1, N, K, H, rope=ROPE)
+    gives = ("repeat",) if method.startswith("kvzip") else ()
+    cache = kvjax.attach(method, specs, 48, gives=gives)[0]
+    out, cache = kvjax.attend(cache, q, k, v, np.broadcast_to(np.arange(20), (2, 20)))
+
+    def repeat(cache, tokens, positions):
+        """The decoder's part, in the precision of the caller."""
+        vectors = [jnp.asarray(x)[:, jnp.arange(tokens.shape[1]) % 20] * 1.0 for x in (q, k, v)]
+        return {0: kvjax.attend(cache[0], *vectors, positions + 0)[1]}
+
+    cache = kvjax.finish({0: cache}, tokens=TOKENS, repeat=repeat)[0] if gives else kvjax.finish(cache)
+
+    def step(cache, t):
+        out, cache = kvjax.attend(cache, *(jnp.asarray(x[:, :1]) for x in (q, k, v)), jnp.full((2, 1), t))
+        return cache, out
+
+    cache, outs = jax.jit(lambda cache: lax.scan(step, cache, jnp.arange(20, 23)))(cache)
+    return out, outs, cache
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("run", [run_functional, run_attend])
+def test_results_are_those_of_32_bits(run, method):
+    expected = run(method)
+    with jax.enable_x64(True):
+        got = run(method)
+    assert dtypes(got) <= {"float32", "int32", "uint32", "uint8", "int8", "bool"}
+    for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
+
+
+def test_vectors_and_parameters_of_64_bits_are_narrowed():
+    expected = run_attend("full")
+    with jax.enable_x64(True):
+        got = run_attend("full", np.float64)
+        wide = jax.tree.map(lambda x: x.astype(jnp.float64), MODEL.params)
+        assert dtypes(wide) == {"float64"}
+        logits = functional.logits(wide, TOKENS, MODEL.config)
+        cache = functional.empty(functional.bind("full", MODEL.config), MODEL.config, 2, 32)
+        assert dtypes(cache) == {"float32", "int32"}
+    np.testing.assert_array_equal(logits, functional.logits(MODEL.params, TOKENS, MODEL.config))
+    np.testing.assert_allclose(got[0], expected[0], atol=1e-6)
+    np.testing.assert_allclose(got[1], expected[1], atol=1e-6)
+
+
+def test_gradients_and_a_vmap_of_the_caller_work():
+    def loss(params):
+        return (functional.logits(params, TOKENS, MODEL.config) ** 2).mean()
+
+    expected = jax.jit(jax.grad(loss))(MODEL.params)
+    with jax.enable_x64(True):
+        got = jax.jit(jax.grad(loss))(MODEL.params)
+        each = jax.vmap(lambda row: functional.logits(MODEL.params, row[None], MODEL.config)[0])(jnp.asarray(TOKENS))
+    assert dtypes((got, each)) == {"float32"}
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), got, expected)
+    np.testing.assert_allclose(each, functional.logits(MODEL.params, TOKENS, MODEL.config), atol=1e-5)
+
+
+def test_a_decoders_own_rotation_is_compared_as_it_computes():
+    seen = []
+
+    def rotate(x, positions):
+        seen.append((jnp.arange(2.0).dtype, positions.dtype))
+        cos, sin = ROPE.angles(positions[:, :, None])
+        a, b = jnp.split(x, 2, -1)
+        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+    with jax.enable_x64(True):
+        kvjax.check_rope(kvjax.specs_of(1, N, K, H, rope=ROPE)[0], rotate)
+    assert seen == [(jnp.float64, jnp.int32)]
+
+
+def test_keys_of_random_numbers_and_static_values_pass():
+    def call(key, dtype, number):
+        return jax.random.uniform(key), jnp.zeros(2, dtype), number
+
+    with jax.enable_x64(True):
+        drawn, zeros, number = computes_in_32_bits(call)(jax.random.key(0), jnp.float32, 2**40)
+    assert (drawn.dtype, zeros.dtype, number) == (jnp.float32, jnp.float32, 2**40)
