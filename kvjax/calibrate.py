@@ -27,7 +27,7 @@ from kvjax.engine.prefill import measure_layers, stack_measures
 from kvjax.errors import IncompatibleMethod, KvjaxError
 from kvjax.generation.finite import check_logits
 from kvjax.generation.inputs import Prompts, pad, place, token_ids
-from kvjax.generation.model_calls import prefill
+from kvjax.generation.model_calls import model_for, prefill
 from kvjax.models.model import Model
 from kvjax.registry.loading import load_all
 from kvjax.registry.strings import method_of
@@ -119,6 +119,7 @@ def count_arrays(model: Model, kind: str, documents: Prompts | None, rows: int =
     if documents is None:
         raise KvjaxError(f"a table of {kind} is counted on a text; give one, as with --text")
     ids = token_ids(model, documents, begins=True)
+    model = model_for(model, ids, 0)
     total: Any = None
     for start in track(range(0, len(ids), rows), "calibrate", transient=True):
         batch = ids[start : start + rows]

@@ -33,11 +33,12 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from kvjax.cache.protocol import Cache, KVMethod
+from kvjax.cache.protocol import Cache, KVMethod, LayerSpec
 from kvjax.cache.shared_prefix import SharedPrefixState
 from kvjax.core import memory
 from kvjax.core.precision import computes_in_32_bits
 from kvjax.core.random import key_from_seed
+from kvjax.core.rope import Rope
 from kvjax.core.types import Array
 from kvjax.engine import decode as _decode
 from kvjax.engine import plan as _plan
@@ -82,12 +83,13 @@ def logits(params: Any, tokens: Array, config: Config) -> Array:
     Args:
       params: of the model, as `model.params`.
       tokens: i32[B T]; causal attention, so that padding on the right changes nothing before it.
-      config: of the model.
+      config: of the model. LongRoPE chooses its factors by T, see `models.Config.for_length`.
 
     Returns:
       Logits f32[B T V].
     """
-    return exact_logits(params, jnp.asarray(tokens, jnp.int32), config=config)
+    tokens = jnp.asarray(tokens, jnp.int32)
+    return exact_logits(params, tokens, config=config.for_length(tokens.shape[1]))
 
 
 @checks_keywords
@@ -109,8 +111,8 @@ def prefill(
       params: of the model.
       tokens: i32[B T], left-aligned, padded on the right.
       lengths: i32[B], tokens of each prompt, at least 1.
-      plan: from `bind`.
-      config: of the model.
+      plan: from `bind`, with this config.
+      config: of the model; with LongRoPE `config.for_length(capacity)`, which chooses its factors for this cache.
       capacity: static, tokens that a sequence may grow to, at least T: there is room for capacity - T more in each.
       chunk: static, tokens that are run at a time; None for all at once, or as the method asks.
       replay_prompts: static; a method that makes the model repeat the prompt (KVzip) puts these ids before the first
@@ -124,9 +126,9 @@ def prefill(
     Raises:
       KvjaxError: capacity below T, or a static argument that is traced or of another type.
     """
-    _check_plan(plan, config)
     tokens, lengths = jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32)
     capacity = _integer("capacity", capacity, tokens.shape[1])  # at least the tokens of the prompts
+    _check_plan(plan, config, capacity)
     chunk = None if chunk is None else _integer("chunk", chunk)
     replay_prompts = tuple(replay_prompts[0]), tuple(replay_prompts[1])
     return _prefill.prefill(
@@ -209,8 +211,8 @@ def empty(plan: Plan, config: Config, batch: int, capacity: int, dtype: Any = jn
     A method that compresses when the prompt ends has nothing to compress here: all tokens that follow count as decoded.
 
     Args:
-      plan: from `bind`.
-      config: of the model.
+      plan: from `bind`, with this config.
+      config: of the model; with LongRoPE as in `prefill`.
       batch: sequences.
       capacity: tokens that a sequence may grow to.
       dtype: of keys and values, that of the parameters.
@@ -218,8 +220,8 @@ def empty(plan: Plan, config: Config, batch: int, capacity: int, dtype: Any = jn
     Returns:
       A cache whose `length` is 0 in every sequence.
     """
-    _check_plan(plan, config)
     batch, capacity = _integer("batch", batch), _integer("capacity", capacity)
+    _check_plan(plan, config, capacity)
     return _prefill.empty(plan, Target(config), batch, capacity, jnp.dtype(dtype))
 
 
@@ -267,7 +269,7 @@ def _take_sequences(cache: Any, sequences: Array) -> Any:
     return jax.tree.map(take_from, cache)
 
 
-def _check_plan(plan: Any, config: Any) -> None:
+def _check_plan(plan: Any, config: Any, capacity: int) -> None:
     if not isinstance(config, Config):
         raise KvjaxError(f"config is that of a model, as in model.config, got {type(config).__name__}")
     if not isinstance(plan, tuple) or len(plan) != config.layers:
@@ -275,6 +277,18 @@ def _check_plan(plan: Any, config: Any) -> None:
             f"plan is the tuple of {config.layers} bound layers that functional.bind(method, config) makes, got "
             f"{plan!r:.80}"
         )
+    if config.for_length(capacity).ropes != config.for_length(config.max_positions).ropes:
+        raise KvjaxError(
+            f"a capacity of {capacity} tokens is within LongRoPE's original context, and this config takes the factors "
+            "for longer texts where nobody chooses: config = config.for_length(capacity) before functional.bind"
+        )
+    for i, layer in enumerate(plan):
+        spec = getattr(layer, "spec", None)
+        if isinstance(spec, LayerSpec) and spec.rope != (config.kind(i).attention.rope or Rope(0)):
+            raise KvjaxError(
+                f"layer {i} of the plan has another rotary embedding than that of the config, {spec.rope}; make the "
+                "plan of this config, functional.bind(method, config)"
+            )
 
 
 def _integer(name: str, value: Any, least: int = 1, most: int = 2**31 - 1) -> int:

@@ -42,6 +42,8 @@ class RopeScaling:
       is_long: whether "longrope" uses `long_factors`. One of the two lists holds for all positions: with both, as in
         transformers, keys that are cached from before the end of the original positions would have other rotations
         than their positions say.
+      is_fixed: whether `is_long` holds for all texts. Otherwise a long one is a default, in whose place each of kvjax's
+        own calls takes the list for the length of its texts, `kvjax.models.Config.for_length`.
     """
 
     kind: str
@@ -56,6 +58,7 @@ class RopeScaling:
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
     is_long: bool = True
+    is_fixed: bool = False
 
     def __post_init__(self):
         if self.kind not in SCALING_KINDS:
@@ -66,7 +69,7 @@ class RopeScaling:
             x = getattr(self, name)
             if not _is_positive(x):
                 raise KvjaxError(f"{name} of RoPE scaling must be a positive number, got {x!r:.80}")
-        for name in ("truncate", "is_long"):
+        for name in ("truncate", "is_long", "is_fixed"):
             if not isinstance(getattr(self, name), bool):
                 raise KvjaxError(f"{name} of RoPE scaling must be true or false, got {getattr(self, name)!r:.80}")
         if self.kind == "yarn" and self.beta_fast <= self.beta_slow:
@@ -94,6 +97,7 @@ class RopeScaling:
             "longrope": ("attention_factor", "short_factors", "long_factors", "is_long"),
         }
         left_out = set().union(*newer_fields.values()).difference(newer_fields.get(self.kind, ()))
+        left_out |= set() if self.is_fixed else {"is_fixed"}
         return {name: x for name, x in dataclasses.asdict(self).items() if name not in left_out}
 
 

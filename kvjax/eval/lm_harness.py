@@ -23,6 +23,7 @@ from kvjax.errors import KvjaxError
 from kvjax.generation.context import read
 from kvjax.generation.generate import generate
 from kvjax.generation.inputs import round_up
+from kvjax.generation.model_calls import model_for
 from kvjax.models import model as models
 from kvjax.models.model import Model
 from kvjax.registry.loading import load_methods
@@ -213,7 +214,10 @@ class KvjaxLM(TemplateLM):
             prompts, rests = zip(*(pairs[i] for i in indices), strict=True)
             # Similar continuations share one compiled program.
             width = round_up(max(map(len, rests)) - 1, 16)
-            context = read(self.model, prompts, self.method, room=width + 1)
+            # The width is padding, and no text grows to it.
+            longest = max(len(prompt) + len(rest) - 1 for prompt, rest in zip(prompts, rests, strict=True))
+            model = model_for(self.model, prompts, longest)
+            context = read(model, prompts, self.method, room=width + 1)
             for i, rest, (logp, likeliest) in zip(indices, rests, context.score(rests, width=width), strict=True):
                 out[i] = float(logp.sum(dtype=float)), likeliest.tolist() == list(rest)
         return out

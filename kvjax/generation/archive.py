@@ -16,6 +16,7 @@ from kvjax.core import memory
 from kvjax.core.mesh import to_numpy
 from kvjax.core.types import Array
 from kvjax.errors import KvjaxError, OtherWeights
+from kvjax.models.config import Config
 from kvjax.models.model import Model
 from kvjax.processes import gather, is_writer
 from kvjax.utils.files import expand_user, replace_atomically
@@ -49,7 +50,7 @@ def write(
     header = {
         "format": form.name,
         "version": form.version,
-        "model": _config_digest(model),
+        "model": config_digest(model, model.config),
         "weights": model.fingerprint,
         "arrays": {
             name: {"shape": list(x.shape), "dtype": x.dtype.name, "host": memory.is_host(x)}
@@ -69,8 +70,12 @@ def write(
     return path
 
 
-def read(path: str | Path, form: Format, model: Model) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Reads the header and the arrays; raises KvjaxError for an absent or damaged file, another kind or model."""
+def read(path: str | Path, form: Format, model: Model) -> tuple[Model, dict[str, Any], dict[str, np.ndarray]]:
+    """Reads a file of a model; raises KvjaxError for an absent or damaged file, another kind of file and another model.
+
+    Returns:
+      The model under the config with which the file was written, the header and the arrays.
+    """
     path, header, arrays = expand_user(path), {}, {}
     error = damage = None
     try:
@@ -104,11 +109,13 @@ def read(path: str | Path, form: Format, model: Model) -> tuple[dict[str, Any], 
         )
     if error is not None:
         raise error
-    return header, arrays
+    config = next(x for x in model.config.variants if config_digest(model, x) == header["model"])
+    return model.with_config(config), header, arrays
 
 
-def _config_digest(model: Model) -> str:
-    text = json.dumps([model.config.to_json(), model.dtype.name], sort_keys=True)
+def config_digest(model: Model, config: Config) -> str:
+    """Hashes a config, one of the model's `Config.variants`, and the model's dtype."""
+    text = json.dumps([config.to_json(), model.dtype.name], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -120,9 +127,12 @@ def _find_mismatch(header: Mapping[str, Any], path: str | Path, form: Format, mo
             f"version {form.version} of {form.name!r}; read the documents again"
         )
     found = {"another configuration or dtype": header["model"], "other weights": header["weights"]}
-    expected = {"another configuration or dtype": _config_digest(model), "other weights": model.fingerprint}
+    expected = {
+        "another configuration or dtype": [config_digest(model, config) for config in model.config.variants],
+        "other weights": [model.fingerprint],
+    }
     for what, digest in found.items():
-        if digest != expected[what]:
+        if digest not in expected[what]:
             return OtherWeights(
                 f"{path} was saved with a model of {what} than {model.name or 'this one'}; load that model, or "
                 "read the documents again with this one"

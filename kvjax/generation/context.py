@@ -22,7 +22,15 @@ from kvjax.errors import KvjaxError
 from kvjax.generation import save, user_warnings
 from kvjax.generation.extend_prefix import read_after_prefix
 from kvjax.generation.inputs import Prompts, are_empty, check_cache, check_room, round_up, token_ids
-from kvjax.generation.model_calls import Decoded, capacity_for, extend_padded, last_logits, run_prompts, teacher_force
+from kvjax.generation.model_calls import (
+    Decoded,
+    capacity_for,
+    extend_padded,
+    last_logits,
+    model_for,
+    run_prompts,
+    teacher_force,
+)
 from kvjax.generation.options import GenerateOptions, check_streamed, resolve_options
 from kvjax.generation.result import Result, concat_results
 from kvjax.generation.session import DecodeSession, start_decoding
@@ -78,14 +86,14 @@ class Context:
         """Appends text to each sequence.
 
         Args:
-          more: texts, or lists of ids, one per sequence.
+          more: texts, or lists of ids, one per sequence. A sequence whose text is empty stays as it is.
           decoded: whether the tokens stand for decoded ones, as in `kvjax.extend`.
           width: tokens that the texts are padded to, so that texts of many lengths share one compiled program.
         """
         begins = are_empty(check_cache(self.model, self.cache))
-        ids = token_ids(self.model, more, begins=begins, count=self.num_sequences)
+        ids = token_ids(self.model, more, begins=begins, count=self.num_sequences, may_be_empty=True)
         out, cache = extend_padded(self.model, ids, self.cache, decoded, width)
-        last = last_logits(self.model, out, ids, self.cache)
+        last = last_logits(self.model, out, ids, self.cache, self.last)
         known = None if self.ids is None else [[*before, *new] for before, new in zip(self.ids, ids, strict=True)]
         return dataclasses.replace(self, cache=cache, last=last, ids=known)
 
@@ -265,7 +273,7 @@ def read(
     documents: Prompts,
     method: str | KVMethod,
     *,
-    room: int = ROOM_TOKENS,
+    room: int | None = None,
     capacity: int | None = None,
     chunk: int | None = None,
     width: int | None = None,
@@ -277,7 +285,7 @@ def read(
       model: from `kvjax.load`.
       documents: texts, or lists of ids.
       method: a method or its string.
-      room: tokens per sequence that may follow the documents.
+      room: tokens per sequence that may follow the documents; 512 by default.
       capacity: tokens that a sequence may grow to, in place of `room`.
       chunk: tokens run at a time; None for all at once, or as the method asks.
       width: tokens that documents are padded to, so that those of similar length share one compiled program.
@@ -285,15 +293,16 @@ def read(
     """
     ids, timer = token_ids(model, documents, begins=True), Timer()
     longest = max(map(len, ids))
-    if capacity is None:
+    if capacity is None and room is not None:
         capacity = longest + arguments.integer("room", room, 0)
-    capacity = capacity_for(ids, capacity, 0)
+    rounded = capacity_for(ids, longest + ROOM_TOKENS if capacity is None else capacity, 0)
+    chosen = model_for(model, ids, capacity or 0)
     if width is not None:
         width = round_up(arguments.integer("width", width, longest))
-        capacity = max(capacity, width)
+        rounded = max(rounded, width)
     method = method_of(method)
-    plan = bind(method, model.config)
-    last, cache = run_prompts(model, plan, ids, capacity, chunk=chunk, width=width, progress=progress, timer=timer)
+    plan = bind(method, chosen.config)
+    last, cache = run_prompts(chosen, plan, ids, rounded, chunk=chunk, width=width, progress=progress, timer=timer)
     context = Context(model, cache, last, method, timer.run_seconds, ids)
     user_warnings.warn_of_windows(model, method)
     user_warnings.warn_of_no_saving(method, context.bytes)

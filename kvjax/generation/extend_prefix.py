@@ -21,6 +21,7 @@ from kvjax.engine.modes import ForwardMode
 from kvjax.engine.plan import bind
 from kvjax.engine.prefill import take_last
 from kvjax.errors import KvjaxError
+from kvjax.generation import user_warnings
 from kvjax.generation.compile_options import target_for
 from kvjax.generation.finite import check_logits
 from kvjax.generation.inputs import check_cache, pad, place, round_up
@@ -50,7 +51,7 @@ def read_after_prefix(
     Returns:
       Logits of each document's last token f32[B V], and their cache.
     """
-    check_cache(model, prefix)
+    model = model.with_config(check_cache(model, prefix).config)
     num_prefixes, mesh, plan = prefix.length.shape[0], model.mesh, bind(method, model.config)
     followed = np.zeros(len(ids), np.int64) if of is None and num_prefixes == 1 else np.asarray(of)
     is_list = followed.shape == (len(ids),) and np.issubdtype(followed.dtype, np.integer)
@@ -69,6 +70,7 @@ def read_after_prefix(
     capacity = round_up(int((before + lengths).max()) + room)
     own_capacity = capacity - int(before.min())  # the most tokens of its own that a sequence may grow to
     num_slots = tuple(num_layer_slots(layer, tuple(lengths.tolist()), own_capacity) for layer in plan)
+    user_warnings.warn_of_positions(model, plan, int(before.max()), int(lengths.max()))
     tokens, _ = pad(ids, min(round_up(int(lengths.max())), own_capacity))
     is_single = (num_prefixes == 1 or mesh is not None) and (followed == 0).all()
     members = None if is_single else sequences_by_prefix(followed, num_prefixes)

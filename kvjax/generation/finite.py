@@ -81,7 +81,7 @@ def nonfinite_error(
     model: Model, place: str, ids: Sequence[int] | None = None, cache: Cache | None = None
 ) -> KvjaxError:
     """Makes the error; `ids` are of one sequence, from its beginning or after a cache of one sequence."""
-    remedy = REMEDIES[model.dtype.name]
+    remedy, model = REMEDIES[model.dtype.name], model if cache is None else model.with_config(cache.config)
     if any(not x.is_fully_addressable for x in jax.tree.leaves(model.params)):
         # A search by collectives, which an error of one process alone would not end.
         return KvjaxError(f"the logits {place} are not finite; {remedy}, or run it in one process to see the place")

@@ -9,7 +9,7 @@ from kvjax.cache.protocol import Cache, KVMethod
 from kvjax.engine.plan import bind
 from kvjax.generation import user_warnings
 from kvjax.generation.inputs import Prompts, are_empty, check_cache, token_ids
-from kvjax.generation.model_calls import capacity_for, extend_padded, last_logits, run_prompts
+from kvjax.generation.model_calls import capacity_for, extend_padded, last_logits, model_for, run_prompts
 from kvjax.generation.options import GenerateOptions, check_streamed, resolve_options
 from kvjax.generation.result import Result
 from kvjax.generation.session import DecodeSession, start_decoding
@@ -36,8 +36,9 @@ def start(
     resolved = resolve_options(model, options, knows_tokens=cache is None)
     num_new = resolved.max_new_tokens
     if cache is None:
-        plan, capacity = bind(method, model.config), capacity_for(ids, capacity, num_new)
-        last, filled = run_prompts(model, plan, ids, capacity, timer=timer)
+        rounded = capacity_for(ids, capacity, num_new)
+        model = model_for(model, ids, capacity or max(map(len, ids)) + num_new - 1)  # the last token is not fed
+        last, filled = run_prompts(model, bind(method, model.config), ids, rounded, timer=timer)
     else:
         out, filled = extend_padded(model, ids, cache, num_new=num_new, timer=timer)
         last = last_logits(model, out, ids, cache)

@@ -59,7 +59,12 @@ def require_same_call(model: Model, plan: Plan, ids: Sequence[Sequence[int]], **
 
 
 def token_ids(
-    model: Model, prompts: Prompts, *, begins: bool | Sequence[bool], count: int | None = None
+    model: Model,
+    prompts: Prompts,
+    *,
+    begins: bool | Sequence[bool],
+    count: int | None = None,
+    may_be_empty: bool = False,
 ) -> list[list[int]]:
     """Encodes texts, or checks lists of ids, which stay as they are: lists of ids.
 
@@ -69,6 +74,7 @@ def token_ids(
       begins: whether a text begins a sequence, and gets the special tokens that stand before one, or continues one, and
         gets none; for all of them, or for each (`are_empty`). None gets the tokens that close a text.
       count: number of sequences, one prompt for each; None for any number of prompts.
+      may_be_empty: whether prompts may be empty, as long as one is not.
 
     Raises:
       KvjaxError: an empty batch or prompt, ids outside the vocabulary, or prompts of another type.
@@ -91,14 +97,14 @@ def token_ids(
         # Callers compare the numbers of texts and sequences later; one sequence may be asked several questions.
         is_first = begins if isinstance(begins, bool) else begins[min(i, len(begins) - 1)]
         empty = f"prompt {i} is empty; a prompt needs at least one token"
-        if isinstance(prompt, str) and is_first:
+        if isinstance(prompt, str) and is_first and (prompt or not may_be_empty):
             prompt = model.text_tokenizer().encode_prompt(prompt)
         elif isinstance(prompt, str):
             empty = f"text {i}, {prompt!r:.60}, has no tokens to continue with; give a text or ids with at least one"
             prompt = model.text_tokenizer().encode_continuation(prompt)
         x = np.asarray(prompt)
         if not x.size:
-            problem = empty
+            problem = None if may_be_empty and x.ndim == 1 else empty
         elif x.ndim != 1 or not np.issubdtype(x.dtype, np.integer):
             problem = f"a prompt is a text or a flat list of integer ids, got shape {x.shape} of {x.dtype}"
         elif (unknown := x[(x < 0) | (x >= model.config.vocab_size)]).size:
@@ -107,6 +113,8 @@ def token_ids(
         if problem is not None:
             break
         ids.append(x.tolist())
+    if problem is None and not any(ids):
+        problem = f"all {len(ids)} texts are empty, and there is nothing to feed; give one of them a token at least"
     if problem is not None:
         raise KvjaxError(problem)
     return ids
@@ -152,7 +160,10 @@ def check_cache(model: Model, cache: Cache, method: str | KVMethod | None = None
     else:
         cache.check_usable()
         others = [
-            (cache.config != model.config, "this cache was filled by another model; prefill the prompt with this one"),
+            (
+                cache.config not in model.config.variants,
+                "this cache was filled by another model; prefill the prompt with this one",
+            ),
             (
                 cache.dtype != model.dtype.name,
                 f"this cache was filled by a model in {cache.dtype} and this one is in {model.dtype}; prefill the "
@@ -173,7 +184,7 @@ def check_cache(model: Model, cache: Cache, method: str | KVMethod | None = None
         problem = next((text for is_wrong, text in others if is_wrong), None)
         if problem is not None:
             error = OtherWeights
-        elif method is not None and bind(method, model.config) != cache.plan:
+        elif method is not None and bind(method, cache.config) != cache.plan:
             problem = (
                 f"this cache was filled under another method than {name_of(method_of(method))}; go on without naming a "
                 "method, or prefill the prompt under this one"

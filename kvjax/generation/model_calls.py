@@ -58,8 +58,15 @@ def logits(model: Model, ids: Prompts) -> Array:
     ids = token_ids(model, ids, begins=True)
     tokens, lengths = pad(ids)
     require_same_call(model, (), ids)
+    # LongRoPE chooses for each text, as transformers does for texts one by one.
+    configs = [model.config.for_length(n) for n in lengths.tolist()]
     with Timer().timed():  # for its errors; the seconds are not read
-        out = jax.block_until_ready(exact_logits(model.params, place(model, tokens, "B T"), config=model.config))
+        placed, out = place(model, tokens, "B T"), None
+        for config in dict.fromkeys(configs):
+            under = exact_logits(model.params, placed, config=config)
+            is_own = place(model, np.array([x == config for x in configs]), "B")
+            out = under if out is None else jnp.where(is_own[:, None, None], under, out)
+        out = jax.block_until_ready(out)
     check_logits(model, out, ids)
     return out[:, : int(lengths.max())]
 
@@ -89,8 +96,9 @@ def prefill(
       Logits of each prompt's last token f32[B V], and the cache.
     """
     ids = token_ids(model, ids, begins=True)
-    capacity = capacity_for(ids, capacity, 0 if capacity is not None else 128)
-    return run_prompts(model, bind(method, model.config), ids, capacity, chunk=chunk, progress=progress)
+    rounded = capacity_for(ids, capacity, 0 if capacity is not None else 128)
+    model = model_for(model, ids, capacity or 0)
+    return run_prompts(model, bind(method, model.config), ids, rounded, chunk=chunk, progress=progress)
 
 
 def capacity_for(ids: Sequence[Sequence[int]], capacity: int | None, num_new: int) -> int:
@@ -103,6 +111,20 @@ def capacity_for(ids: Sequence[Sequence[int]], capacity: int | None, num_new: in
     )
     capacity = need if capacity is None else capacity
     return round_up(arguments.integer("capacity", capacity, min(need, most), most, remedy))
+
+
+def model_for(model: Model, ids: Sequence[Sequence[int]], num_tokens: int) -> Model:
+    """Returns the model for texts that begin with these ids: LongRoPE chooses its factors, once for all of the texts.
+
+    Args:
+      model: of the call.
+      ids: of the prompts.
+      num_tokens: to which the call says that a text may grow. Room that a call leaves by default does not count, so
+        that texts within the original context take the factors for short ones.
+    """
+    num_tokens = max(num_tokens, *map(len, ids))
+    user_warnings.warn_of_long_factors(model, min(map(len, ids)), num_tokens)
+    return model.with_config(model.config.for_length(num_tokens))
 
 
 def run_prompts(
@@ -182,7 +204,7 @@ def extend(
 
     Args:
       model: the model that filled the cache.
-      ids: texts or lists of ids, of any lengths.
+      ids: texts or lists of ids, of any lengths. A sequence whose text is empty stays as it is, while others go on.
       cache: from `prefill` or `extend`.
       method: None, or the method of the cache; another one is an error.
       decoded: whether the tokens stand for decoded ones, all of them or each by itself; see `Decoded`.
@@ -195,7 +217,7 @@ def extend(
         finite.
     """
     cache = check_cache(model, cache, method)
-    ids = token_ids(model, ids, begins=are_empty(cache), count=cache.length.shape[0])
+    ids = token_ids(model, ids, begins=are_empty(cache), count=cache.length.shape[0], may_be_empty=True)
     out, longer = extend_padded(model, ids, cache, decoded)
     check_logits(model, out, ids, cache=cache, what="the tokens fed to sequence")
     return out, longer
@@ -216,7 +238,7 @@ def extend_padded(
     Raises KvjaxError unless they fit, and `num_new` generated tokens after them; `timer` adds up the seconds.
     """
     require_same_call(model, cache.plan, ids, decoded=decoded, width=width, capacity=cache.capacity)
-    longest = max(map(len, ids))
+    model, longest = model.with_config(cache.config), max(map(len, ids))
     used = check_room(cache, longest + num_new)
     user_warnings.warn_of_positions(model, cache.plan, used, longest)
     width = longest if width is None else arguments.integer("width", width, longest)
@@ -236,13 +258,19 @@ def extend_padded(
         return jax.block_until_ready(outputs)
 
 
-def last_logits(model: Model, out: Array, ids: Sequence[Sequence[int]], cache: Cache) -> Array:
+def last_logits(
+    model: Model, out: Array, ids: Sequence[Sequence[int]], cache: Cache, before: Array | None = None
+) -> Array:
     """Takes the logits f32[B V] of each sequence's last token from those of all that followed a cache, f32[B T V].
 
-    Raises KvjaxError where they are not finite.
+    A sequence that nothing was fed to keeps its logits, `before` f32[B V]; where these are unknown, f32[B 0], so are
+    all of the result. Raises KvjaxError where logits are not finite.
     """
-    at = jnp.array([len(row) - 1 for row in ids])
+    at = jnp.array([max(len(row) - 1, 0) for row in ids])
     last = jnp.take_along_axis(out, at[:, None, None], 1)[:, 0]
+    if not all(ids):
+        assert before is not None
+        last = jnp.where(jnp.array([bool(row) for row in ids])[:, None], last, before) if before.shape[1] else before
     check_logits(model, last, ids, cache=cache, what="the tokens fed to sequence")
     return last
 
@@ -273,6 +301,8 @@ def score(model: Model, prompts: Prompts, continuations: Prompts, method: str | 
     prompts = token_ids(model, prompts, begins=True)
     continuations = token_ids(model, continuations, begins=False, count=len(prompts))
     longest = max(map(len, continuations))
+    num_tokens = max(len(prompt) + len(more) - 1 for prompt, more in zip(prompts, continuations, strict=True))
+    model = model_for(model, prompts, num_tokens)
     last, cache = prefill(model, prompts, method, capacity=max(map(len, prompts)) + longest)
     return [logp for logp, _ in teacher_force(model, last, cache, continuations)]
 

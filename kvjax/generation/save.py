@@ -42,12 +42,12 @@ def write(path: str | Path, model: Model, method: KVMethod, cache: Cache, last: 
         arrays |= {f"layer {i}, {j}": x for j, x in enumerate(jax.tree.leaves(memory.without_guards(layer)))}
     header = {"method": name_of(method), "code": _code_of(method)}
     header |= {"capacity": cache.capacity, "layers": len(cache.layers)}
-    return archive.write(path, FORMAT, model, header, arrays)
+    return archive.write(path, FORMAT, model.with_config(cache.config), header, arrays)
 
 
 def read(path: str | Path, model: Model, method: str | KVMethod | None) -> tuple[KVMethod, Cache, Array]:
     """Reads the method, the cache, and the logits f32[B V] of its last tokens; raises as `kvjax.resume` does."""
-    header, arrays = archive.read(path, FORMAT, model)
+    model, header, arrays = archive.read(path, FORMAT, model)
     name, capacity, batch, problem = header["method"], header["capacity"], arrays["length"].shape[0], None
     layers, trees, plan = [], [], ()
     # The methods of kvjax are recognized by their value, a user's own by its name.

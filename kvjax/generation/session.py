@@ -227,11 +227,11 @@ def start_decoding(
       keep: whether the loop works on a copy of the cache, which it would otherwise use up.
       timer: adds up the seconds; its run time so far counts as the prefill.
     """
-    num_new = options.max_new_tokens
+    model, num_new = model.with_config(cache.config), options.max_new_tokens
     if is_shared(model.mesh):
         eos, shown = to_numpy(options.eos).tolist(), dataclasses.replace(options, eos=jnp.zeros(0))
         require_agreement(options=(shown, eos, first_row, keep))
-    user_warnings.warn_of_positions(model, cache.plan, int(to_numpy(cache.length).max(initial=0)), num_new)
+    user_warnings.warn_of_positions(model, cache.plan, int(to_numpy(cache.length).max(initial=0)), num_new - 1)
     timer, sampler, in_prompt = timer or Timer(), options.sampling.sampler(), None
     if options.sampling.repetition_penalty != 1:
         mask = np.zeros((len(last), model.config.vocab_size), bool)

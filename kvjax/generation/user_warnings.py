@@ -11,6 +11,7 @@ from kvjax.cache.protocol import KVMethod
 from kvjax.cache.readers.full import Full
 from kvjax.engine.forward import Plan
 from kvjax.errors import KvjaxWarning
+from kvjax.models.config import Config
 from kvjax.models.model import Model
 from kvjax.registry.strings import name_of
 from kvjax.utils.keywords import caller_level
@@ -18,15 +19,40 @@ from kvjax.utils.keywords import caller_level
 
 def warn_of_positions(model: Model, plan: Plan, used: int, more: int) -> None:
     """Warns where `more` tokens after `used` ones are the first beyond the positions that the model was trained on."""
-    limit = model.config.max_positions
+    limit, ropes = model.config.max_positions, model.config.ropes
     # A prompt keeps its own positions, unless the method reads it in chunks.
     serves_any_length = all(x.needs.unbounded_length and (used or x.needs.prompt_chunk) for x in plan)
     if serves_any_length or not used <= limit < used + more:
         return
     what = f"{more:,} tokens after {used:,} others go" if used else f"prompts of {more:,} tokens go"
+    if any(rope.scaling is not None and rope.scaling.kind == "longrope" and not rope.scaling.is_long for rope in ropes):
+        text = (
+            f"{what} beyond the {limit:,} positions of LongRoPE's factors for short texts, which hold for all of this "
+            "text, and the output may mean nothing; read it anew with capacity= or room= for all of its tokens, by "
+            "which the factors for long texts are taken, and load the model without a smaller max_positions"
+        )
+    else:
+        text = (
+            f"{what} beyond the {limit:,} positions that {model.name or 'this model'} was made for, and the output may "
+            "mean nothing; shorten the text, or use a method that is made for endless text, such as infllm"
+        )
+    warnings.warn(text, KvjaxWarning, stacklevel=caller_level())
+
+
+_WARNED_MODELS: set[tuple[str, Config]] = set()
+"""Names and configs of the models for which `warn_of_long_factors` has warned."""
+
+
+def warn_of_long_factors(model: Model, shortest: int, num_tokens: int) -> None:
+    """Warns, once for each model, where LongRoPE takes its factors for long texts in a text that is short so far."""
+    short = model.config.for_length(shortest)
+    if short == model.config.for_length(num_tokens) or (model.name, model.config) in _WARNED_MODELS:
+        return
+    _WARNED_MODELS.add((model.name, model.config))
     warnings.warn(
-        f"{what} beyond the {limit:,} positions that {model.name or 'this model'} was made for, and the output may "
-        "mean nothing; shorten the text, or use a method that is made for endless text, such as infllm",
+        f"a text of {shortest:,} tokens is read with LongRoPE's factors for long texts, since texts of this call may "
+        f"grow to {num_tokens:,}; transformers takes those for short ones up to {short.max_positions:,} tokens. Read "
+        "long texts in calls of their own, and give short ones no room beyond, to have the same",
         KvjaxWarning,
         stacklevel=caller_level(),
     )

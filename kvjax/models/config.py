@@ -170,11 +170,31 @@ class Config:
             rope = kind.attention.rope
             if rope is None or rope.scaling is None or rope.scaling.kind != "longrope":
                 return kind
-            scaling = dataclasses.replace(rope.scaling, is_long=positions > rope.scaling.original_max_positions)
+            is_long = positions > rope.scaling.original_max_positions
+            scaling = dataclasses.replace(rope.scaling, is_long=is_long, is_fixed=True)
             attention = dataclasses.replace(kind.attention, rope=dataclasses.replace(rope, scaling=scaling))
             return dataclasses.replace(kind, attention=attention)
 
         return dataclasses.replace(self, max_positions=positions, kinds=tuple(map(choose, self.kinds)))
+
+    def for_length(self, num_tokens: int) -> Config:
+        """Returns the config for texts of up to this many tokens, by which LongRoPE chooses its factors.
+
+        Within the original context it is `with_max_positions` of that, beyond it that of all positions. It is this very
+        config where nothing is left to choose: without LongRoPE, and after either call.
+        """
+        scalings = [rope.scaling for rope in self.ropes if rope.scaling is not None]
+        undecided = [s for s in scalings if s.kind == "longrope" and s.is_long and not s.is_fixed]
+        limits = sorted(min(s.original_max_positions, self.max_positions) for s in undecided)
+        if not limits:
+            return self
+        return self.with_max_positions(next((n for n in limits if num_tokens <= n), self.max_positions))
+
+    @property
+    def variants(self) -> tuple[Config, ...]:
+        """This config, and all that `for_length` makes of it: those that a cache of the model may have."""
+        limits = (rope.scaling.original_max_positions for rope in self.ropes if rope.scaling is not None)
+        return tuple(dict.fromkeys([self, *map(self.for_length, limits), self.for_length(self.max_positions)]))
 
     def with_layers(self, pattern: Sequence[int]) -> Config:
         """Returns the config of layers of these kinds, given by index; kinds that none of them has are left out.
@@ -311,8 +331,12 @@ class Config:
         if raw is None:
             raw = dataclasses.asdict(self)
             for attention in (kind["attention"] for kind in raw["kinds"]):
-                if attention["reads_layer"] is None:  # so that configs of before this field keep their text and digests
+                # So that configs of before these fields keep their text and digests.
+                if attention["reads_layer"] is None:
                     del attention["reads_layer"]
+                scaling = (attention["rope"] or {}).get("scaling")
+                if scaling and not scaling["is_fixed"]:
+                    del scaling["is_fixed"]
         elif raw["rope_scaling"] is not None:
             raw["rope_scaling"] = raw["rope_scaling"].to_json()
         return json.dumps(raw, indent=2) + "\n"

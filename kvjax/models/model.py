@@ -71,12 +71,24 @@ class Model:
         leaves = jax.tree.leaves(self.params)
         # Not a field, so that `dataclasses.replace` does not copy it. The arrays are remembered, as `params` is a dict
         # that may get others; those of JAX never change, and those of NumPy may.
-        known_leaves, known = vars(self).get("_fingerprint", ([], ""))
+        cell = self._fingerprint_cell()
+        known_leaves, known = cell.get("known", ([], ""))
         is_known = len(leaves) == len(known_leaves) and all(map(operator.is_, leaves, known_leaves))
         if not is_known or not all(isinstance(x, jax.Array) for x in leaves):
             known = fingerprint(self.params)
-            vars(self)["_fingerprint"] = leaves, known
+            cell["known"] = leaves, known
         return known
+
+    def _fingerprint_cell(self) -> dict[str, Any]:
+        return vars(self).setdefault("_fingerprint", {})
+
+    def with_config(self, config: Config) -> Model:
+        """Returns the same model under another config of `Config.variants`; it computes no fingerprint of its own."""
+        if config == self.config:
+            return self
+        other = dataclasses.replace(self, config=config)
+        vars(other)["_fingerprint"] = self._fingerprint_cell()
+        return other
 
     def text_tokenizer(self) -> Tokenizer:
         """Returns the tokenizer; raises KvjaxError if the checkpoint has none."""
@@ -128,7 +140,8 @@ def load(
       mesh: parameters are restored straight to their shards on it; each of several processes reads those of its own
         devices.
       max_positions: positions of the longest text, at most the model's; None for the model's. A model with LongRoPE has
-        one list of factors for texts within its original context and one for longer texts, and is loaded with one.
+        one list of factors for texts within its original context and one for longer texts. This number chooses one for
+        all calls; with None each call chooses, by the longest text that it asks for.
 
     Raises:
       KvjaxError: for an unknown name, for a directory that is missing, foreign, incomplete or damaged, and for

@@ -23,7 +23,7 @@ from kvjax.generation.compile_options import target_for
 from kvjax.generation.context import Context, read
 from kvjax.generation.finite import check_logits
 from kvjax.generation.inputs import Prompts, check_cache, pad, place, require_same_call, token_ids
-from kvjax.generation.model_calls import replay_prompts
+from kvjax.generation.model_calls import model_for, replay_prompts
 from kvjax.generation.timing import Timer
 from kvjax.models.decoder import sinks_of
 from kvjax.models.model import Model
@@ -121,6 +121,7 @@ def read_exactly(
     ids = token_ids(model, documents, begins=begins)
     if not isinstance(begins, bool) and len(begins) != len(ids):
         raise KvjaxError(f"begins has {len(begins)} values for {len(ids)} documents; give one per document")
+    model = model_for(model, ids, 0)
     plan = (AllQueries(),) * model.config.layers
     tokens, lengths = pad(ids, width)
     require_same_call(model, (), ids, width=width)
@@ -151,8 +152,8 @@ def full_kv_from_context(context: Context) -> FullKV:
     Raises:
       KvjaxError: a context of another method, or one whose layers with a sliding window hold its tokens alone.
     """
-    check_cache(context.model, context.cache)
-    cache, config = context.cache, context.model.config
+    cache = check_cache(context.model, context.cache)
+    model, config = context.model.with_config(cache.config), cache.config
     config.require_own_caches("kvjax.reuse")
     if cache.plan not in (bind("full", config), bind("full + in_windows", config)):
         raise KvjaxError("exact keys and values are left by `full` alone: read the documents under it")
@@ -166,7 +167,7 @@ def full_kv_from_context(context: Context) -> FullKV:
         assert isinstance(layer, EditableLayer)
         blocks.append(layer.decoded_block(state))
     pairs = [(block.k, block.v) for block in blocks]
-    return dataclasses.replace(full_kv_from_arrays(context.model, pairs, context.cache.length), last=context.last)
+    return dataclasses.replace(full_kv_from_arrays(model, pairs, cache.length), last=context.last)
 
 
 def full_kv_from_arrays(model: Model, pairs: Sequence[tuple[Array, Array]], lengths: Array) -> FullKV:

@@ -27,7 +27,7 @@ from kvjax.generation.compile_options import target_for
 from kvjax.generation.context import ROOM_TOKENS, Context
 from kvjax.generation.finite import check_logits
 from kvjax.generation.inputs import Prompts, round_up, token_ids
-from kvjax.generation.model_calls import capacity_for
+from kvjax.generation.model_calls import capacity_for, model_for
 from kvjax.generation.timing import Timer
 from kvjax.models.model import Model
 from kvjax.reuse.full_kv import AllQueries, FullKV
@@ -41,7 +41,7 @@ def read_packed(
     documents: Prompts,
     method: str | KVMethod,
     *,
-    room: int = ROOM_TOKENS,
+    room: int | None = None,
     capacity: int | None = None,
     width: int | None = None,
 ) -> Context:
@@ -53,14 +53,16 @@ def read_packed(
       model: from `kvjax.load`, on one device.
       documents: texts, or lists of ids.
       method: a method or its string.
-      room: tokens per document that may follow.
+      room: tokens per document that may follow; 512 by default.
       capacity: tokens that a document may grow to, in place of `room`.
       width: tokens of a packed sequence; by default those of the longest document.
     """
     ids = token_ids(model, documents, begins=True)
-    if capacity is None:
-        capacity = max(map(len, ids)) + arguments.integer("room", room, 0)
-    return pack_exactly(model, ids, width).compress(method, capacity_for(ids, capacity, 0))
+    longest = max(map(len, ids))
+    if capacity is None and room is not None:
+        capacity = longest + arguments.integer("room", room, 0)
+    rounded = capacity_for(ids, longest + ROOM_TOKENS if capacity is None else capacity, 0)
+    return pack_exactly(model_for(model, ids, capacity or 0), ids, width).compress(method, rounded)
 
 
 @checks_keywords
@@ -69,7 +71,7 @@ def pack_exactly(model: Model, documents: Prompts, width: int | None = None) -> 
     if model.mesh is not None:
         raise KvjaxError("documents are packed on one device; on a mesh use kvjax.read")
     ids = token_ids(model, documents, begins=True)
-    longest = max(map(len, ids))
+    model, longest = model_for(model, ids, 0), max(map(len, ids))
     if width is not None:
         arguments.integer("width", width, longest, remedy=f"; the longest document has {longest} tokens")
     width = round_up(longest if width is None else width)

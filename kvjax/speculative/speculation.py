@@ -26,7 +26,7 @@ from kvjax.errors import IncompatibleMethod, KvjaxError
 from kvjax.generation.compile_options import jit_with
 from kvjax.generation.finite import nonfinite_error
 from kvjax.generation.inputs import Prompts, token_ids
-from kvjax.generation.model_calls import capacity_for, run_prompts
+from kvjax.generation.model_calls import capacity_for, model_for, run_prompts
 from kvjax.generation.options import DecodeOptions, GenerateOptions, resolve_options
 from kvjax.generation.result import Result, logprob_fields
 from kvjax.generation.stopping import AnswerText
@@ -118,10 +118,12 @@ def speculate(
             )
         raise KvjaxError(problem)
     num_new = max_new_tokens + num_draft_tokens  # the last round may feed more tokens than are generated
-    _, draft_cache = _prefill_rewindable(
-        drafter, draft, draft_ids, capacity_for(draft_ids, None, num_new), "draft", timer
-    )
-    last, cache = _prefill_rewindable(model, method, ids, capacity_for(ids, capacity, num_new), "method", timer)
+    draft_capacity, rounded = capacity_for(draft_ids, None, num_new), capacity_for(ids, capacity, num_new)
+    # No text grows to the last new token, which is not fed, or to tokens that are drafted after it.
+    drafter = model_for(drafter, draft_ids, max(map(len, draft_ids)) + max_new_tokens - 1)
+    model = model_for(model, ids, capacity or max(map(len, ids)) + max_new_tokens - 1)
+    _, draft_cache = _prefill_rewindable(drafter, draft, draft_ids, draft_capacity, "draft", timer)
+    last, cache = _prefill_rewindable(model, method, ids, rounded, "method", timer)
     prefill_seconds = timer.run_seconds
     eos, sampler = resolved.eos, params.sampler()
     # Compiled rounds serve all models of a configuration, so the caches must not carry the weights' fingerprints.

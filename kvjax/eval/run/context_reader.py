@@ -15,6 +15,7 @@ from kvjax.core import memory
 from kvjax.core.mesh import is_shared
 from kvjax.generation.context import Context, read
 from kvjax.generation.inputs import round_up
+from kvjax.generation.model_calls import model_for
 from kvjax.generation.timing import Timer
 from kvjax.models.model import Model
 from kvjax.reuse.full_kv import FullKV, read_exactly
@@ -60,24 +61,25 @@ class ContextReader:
         """Reads contexts as `kvjax.read` does; the default width is the `padded_width` of the longest one."""
         width = round_up(padded_width(max(map(len, contexts))) if width is None else width)
         headroom_tokens = max(headroom_tokens, self._least_headroom_tokens)
+        model = model_for(self.model, contexts, max(map(len, contexts)) + headroom_tokens)
         most = self._most_bytes = self._max_exact_bytes() if self._most_bytes is None else self._most_bytes
         if self._exact_bytes(len(contexts), width) > most:
             timer = Timer()
             with timer.timed():
-                context = read(self.model, contexts, method, room=headroom_tokens, width=width)
+                context = read(model, contexts, method, room=headroom_tokens, width=width)
                 jax.block_until_ready(context.last)
             self.time.compress += timer.run_seconds
             self.time.compress_compile += timer.compile_seconds
             return context
         ids = [np.asarray(context).tolist() for context in contexts]
-        key = width, tuple(map(tuple, ids))
+        key = width, tuple(map(tuple, ids)), model.config
         if key not in self._exact:
             # The oldest ones go before the new one is made, so that both never exceed the limit together.
-            while self._exact and sum(self._exact_bytes(len(kept), w) for w, kept in [*self._exact, key]) > most:
+            while self._exact and sum(self._exact_bytes(len(kept), w) for w, kept, _ in [*self._exact, key]) > most:
                 del self._exact[next(iter(self._exact))]
             timer = Timer()
             with timer.timed():
-                self._exact[key] = read_exactly(self.model, ids, width=width)
+                self._exact[key] = read_exactly(model, ids, width=width)
                 jax.block_until_ready(self._exact[key].last)
             self.time.exact += timer.run_seconds
             self.time.exact_compile += timer.compile_seconds
