@@ -12,12 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from kvjax.cache.protocol import BoundLayer, Cache, EditableLayer, RewindableLayer
+from kvjax.cache.protocol import BatchedLayer, BoundLayer, Cache, EditableLayer, RewindableLayer
 from kvjax.cache.sequences import CONTEXT_REMEDY, concat_sequences, missing_ability, take_sequences
 from kvjax.core import memory
 from kvjax.core.mesh import check_divides, per_device, to_numpy
 from kvjax.core.rope import rotate
 from kvjax.core.types import Array, KVBlock
+from kvjax.engine import prefill as engine_prefill
+from kvjax.engine.forward import Target
 from kvjax.errors import IncompatibleMethod, KvjaxError, OtherWeights
 from kvjax.generation.inputs import Prompts, check_cache, round_up, token_ids
 from kvjax.generation.model_calls import extend_padded
@@ -36,7 +38,7 @@ def crop(cache: Cache, lengths: int | Sequence[int]) -> Cache:
 
     Args:
       cache: of any method that can give tokens back.
-      lengths: tokens that each sequence keeps, one number or one per sequence.
+      lengths: tokens that each sequence keeps, one number or one per sequence; 0 leaves it as one without tokens.
 
     Returns:
       A new cache; the given one stays usable.
@@ -47,12 +49,15 @@ def crop(cache: Cache, lengths: int | Sequence[int]) -> Cache:
     cache.check_usable()
     old_lengths = sequence_lengths(cache)
     new_lengths = per_sequence(lengths, cache, "lengths", least=0, most=old_lengths)
-    count = old_lengths - new_lengths
+    count, emptied_layers = old_lengths - new_lengths, []
     for i, (layer, state) in enumerate(zip(cache.plan, cache.layers, strict=True)):
         if not isinstance(layer, RewindableLayer):
             raise missing_ability(layer, "give back tokens")
         max_rollback = to_numpy(layer.max_rollback(state))
-        for row in np.flatnonzero(count > max_rollback)[:1]:
+        # A sequence without tokens needs none of those that are coded for good, or have left a window.
+        can_be_emptied = (new_lengths == 0) & (not isinstance(layer, BatchedLayer))
+        emptied_layers += [i] if (can_be_emptied & (count > max_rollback)).any() else []
+        for row in np.flatnonzero((count > max_rollback) & ~can_be_emptied)[:1]:
             raise IncompatibleMethod(
                 f"sequence {row} of layer {i} cannot give back its last {count[row]} tokens, {max_rollback[row]} at "
                 "most: those before lie in groups that are coded for good, or in a shared prefix, or would see tokens "
@@ -60,8 +65,16 @@ def crop(cache: Cache, lengths: int | Sequence[int]) -> Cache:
                 f"{old_lengths[row] - max_rollback[row]} tokens or more; {CONTEXT_REMEDY}"
             )
     count = jnp.asarray(count, jnp.int32)
-    layers = crop_layers(cache.layers, count, plan=cache.plan, config=cache.config, mesh=mesh_of(cache))
-    return dataclasses.replace(cache, layers=layers, length=cache.length - count)
+    target = Target(cache.config, mesh_of(cache))
+    layers = list(crop_layers(cache.layers, count, plan=cache.plan, config=cache.config, mesh=target.mesh))
+    if emptied_layers:
+        B = len(count)
+        empty = engine_prefill.empty(cache.plan, target, B, cache.capacity, jnp.dtype(cache.dtype))
+        which = jnp.asarray(np.where(new_lengths == 0, B, 0) + np.arange(B), jnp.int32)
+        for i in emptied_layers:
+            both = concat_sequences(cache.plan[i], [layers[i], empty.layers[i]])
+            layers[i] = take_sequences(cache.plan[i], both, which)
+    return dataclasses.replace(cache, layers=tuple(layers), length=cache.length - count)
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "config", "mesh"))
@@ -125,8 +138,9 @@ def join(caches: Sequence[Cache]) -> Cache:
             )
         if (cache.config, cache.plan, cache.capacity) != (first.config, first.plan, first.capacity):
             raise KvjaxError(
-                f"cache {i} is of another model or method than cache 0, or has room for {cache.capacity} tokens per "
-                f"sequence and cache 0 for {first.capacity}; join caches of one method, read with one capacity"
+                f"cache {i} is of another model or method than cache 0, or of LongRoPE's other factors, or has room "
+                f"for {cache.capacity} tokens per sequence and cache 0 for {first.capacity}; join caches of one "
+                "method, read with one capacity"
             )
     try:
         layers = tuple(concat_sequences(x, [c.layers[i] for c in caches]) for i, x in enumerate(first.plan))
@@ -197,7 +211,7 @@ def edit(model: Model, cache: Cache, start: int | Sequence[int], stop: int | Seq
         shift=jnp.asarray(shift, jnp.int32),
         plan=cache.plan,
         width=min(round_up(int(num_later.max())), cache.capacity),
-        config=model.config,
+        config=cache.config,
         mesh=model.mesh,
     )
     return dataclasses.replace(edited, layers=layers, length=edited.length + count)

@@ -10,9 +10,11 @@ import pytest
 from jax.sharding import Mesh
 
 import kvjax
-from kvjax import IncompatibleMethod, KvjaxError
+from kvjax import IncompatibleMethod, KvjaxError, functional
 from kvjax.core import memory
 from kvjax.models.sharding import param_shardings
+from kvjax.models.tokenizer import Tokenizer
+from kvjax.testbed import vocab
 from kvjax.testing import toy_model
 
 MODEL = toy_model(layers=1, windows=(25,))
@@ -50,6 +52,103 @@ def test_cropping_goes_back_into_the_prompt():
     assert_same_context(cropped, kvjax.read(MODEL, short, "full", capacity=64), atol=2e-5)
     emptied = cropped.crop(0)
     np.testing.assert_allclose(emptied.feed(DOCUMENTS).last, whole.last, atol=2e-5)
+
+
+CODED = "kivi:bits=2,group=8,residual=8"
+
+
+@pytest.mark.parametrize("method", ["full", "int4 + offload", CODED, f"{CODED} + in_windows"])
+@pytest.mark.parametrize("lengths", [0, [0, 25, 0]])
+def test_a_sequence_of_no_tokens_is_empty_whatever_has_left_its_window_or_is_coded_for_good(method, lengths):
+    whole = kvjax.read(MODEL, DOCUMENTS, method, room=40).feed(MORE)
+    before = jax.tree.map(np.array, whole.cache)
+    emptied, first = whole.crop(lengths), whole.cache
+    none = functional.empty(first.plan, first.config, 3, first.capacity)
+    none = dataclasses.replace(whole, cache=dataclasses.replace(none, weights=first.weights))
+    expected = none if lengths == 0 else none.take([0]).join(whole.take([1]), none.take([2]))
+    assert emptied.cache.length.tolist() == expected.cache.length.tolist() == [0, 25 * (lengths != 0), 0]
+    assert_same_context(emptied, expected)
+    jax.tree.map(np.testing.assert_array_equal, whole.cache, before)  # it stays as it was
+
+
+def test_a_ring_gives_back_all_that_it_still_holds():
+    """The first sequence has filled its ring of 41 tokens and goes on, the others have not."""
+    whole = kvjax.read(MODEL, DOCUMENTS, "full", room=40).feed(MORE)
+    lengths = [32, 3, 1]
+    expected = kvjax.read(MODEL, [d[:n] for d, n in zip(DOCUMENTS, lengths, strict=True)], "full", capacity=128)
+    np.testing.assert_allclose(whole.crop(lengths).feed(MORE).last, expected.feed(MORE).last, atol=2e-5)
+    with pytest.raises(IncompatibleMethod, match="crop to 32 tokens or more"):
+        whole.crop([31, 0, 0])
+
+
+def test_a_prefix_that_others_share_stays():
+    context = kvjax.read(MODEL, DOCUMENTS[:1], "full").extend_prefix(MORE)
+    with pytest.raises(IncompatibleMethod, match="in a shared prefix"):
+        context.crop(0)
+
+
+FED = ([[5, 6], [], [7]], [[], [8, 9, 10], []])
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "full",
+        CODED,
+        "full + offload + in_windows",
+        "kivi:bits=4,group=8,residual=8 + in_windows",
+        "snapkv:budget=8,window=4 + int8 + in_windows",
+        "h2o:heavy=8,recent=8 + in_windows",
+        "streaming_llm:recent=8 + in_windows",
+        "specache:group=8,residual=8,topk=8 + in_windows",
+        "quest:budget=12,page=4,device_layers=0 + in_windows",
+    ],
+)
+def test_a_sequence_without_more_text_stays_as_it_is(method):
+    context = kvjax.read(MODEL, DOCUMENTS, method, room=40)
+    for more in FED:
+        fed = context.feed(more)
+        lengths = [len(text) + len(row) for text, row in zip(DOCUMENTS, more, strict=True)]
+        assert fed.cache.length.tolist() == lengths and [len(row) for row in fed.ids] == lengths
+        logits, longer = kvjax.extend(MODEL, more, context.cache)
+        assert logits.shape[1] == max(map(len, more)) and longer.length.tolist() == lengths
+        for i, row in enumerate(more):
+            alone = context.take([i])
+            assert_same_tokens(fed.take([i]), alone.feed([row]) if row else alone)
+            if not row:
+                np.testing.assert_array_equal(fed.last[i], context.last[i])
+
+
+def assert_same_tokens(a: kvjax.Context, b: kvjax.Context) -> None:
+    np.testing.assert_allclose(a.last, b.last, atol=2e-6)
+    for more in ([[11]], [[12, 13, 14]]):
+        a, b = a.feed(more), b.feed(more)
+        np.testing.assert_allclose(a.last, b.last, atol=2e-6)
+    for layer_a, layer_b in zip(a.kept_positions(), b.kept_positions(), strict=True):
+        np.testing.assert_array_equal(np.stack(layer_a[0]), np.stack(layer_b[0]))
+
+
+def test_texts_may_be_empty_too_but_not_all_of_them():
+    model = dataclasses.replace(toy_model(layers=1, vocab_size=vocab.SIZE), tokenizer=Tokenizer(vocab.tokenizer()))
+    context = kvjax.read(model, ["a b", "c"], "full")
+    fed = context.feed(["", " b"])
+    assert fed.cache.length.tolist()[0] == context.cache.length.tolist()[0]
+    np.testing.assert_array_equal(fed.last[0], context.last[0])
+    assert fed.ids == context.feed([[], model.tokenizer.encode_continuation(" b")]).ids
+    for nothing in (["", ""], [[], []], [np.zeros(0, int), ""]):
+        for call in (context.feed, lambda more: kvjax.extend(model, more, context.cache)):
+            with pytest.raises(KvjaxError, match="all 2 texts are empty.*give one of them a token at least"):
+                call(nothing)
+    # What needs logits of new tokens still asks for some.
+    for call in (context.ask, context.score, lambda more: kvjax.generate(model, more, cache=context.cache)):
+        with pytest.raises(KvjaxError, match="text 0, '', has no tokens to continue with"):
+            call(["", " b"])
+    # After a crop nobody knows the logits of a sequence that is fed nothing, and a text still begins an empty one.
+    emptied = context.crop(0).feed(["a", ""])
+    assert emptied.cache.length.tolist() == [len(model.tokenizer.encode_prompt("a")), 0]
+    with pytest.raises(KvjaxError, match="at least one token per sequence"):
+        emptied.generate(max_new_tokens=2)
+    assert emptied.feed(["", "c"]).cache.length.tolist()[1] == len(model.tokenizer.encode_prompt("c"))
 
 
 def test_groups_that_are_coded_stay_coded():
