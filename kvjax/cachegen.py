@@ -105,7 +105,8 @@ def read(model: Model, path: str | Path) -> FullKV:
     Raises:
       KvjaxError: a damaged file, another version or another model.
     """
-    model, header, arrays = archive.read(path, FORMAT, model)
+    header, arrays = archive.read(path, FORMAT, model)
+    model = archive.writer_of(model, header)
     tokens = _flatten_tokens(arrays["length"], header["group"])
     num_anchors, num_others = (arrays[name].shape[1] for name in ("anchor scales", "scales"))
     anchor_table, table = _tables(arrays["anchor counts"], arrays["counts"])

@@ -50,7 +50,7 @@ def write(
     header = {
         "format": form.name,
         "version": form.version,
-        "model": config_digest(model, model.config),
+        "model": _config_digest(model, model.config),
         "weights": model.fingerprint,
         "arrays": {
             name: {"shape": list(x.shape), "dtype": x.dtype.name, "host": memory.is_host(x)}
@@ -70,12 +70,8 @@ def write(
     return path
 
 
-def read(path: str | Path, form: Format, model: Model) -> tuple[Model, dict[str, Any], dict[str, np.ndarray]]:
-    """Reads a file of a model; raises KvjaxError for an absent or damaged file, another kind of file and another model.
-
-    Returns:
-      The model under the config with which the file was written, the header and the arrays.
-    """
+def read(path: str | Path, form: Format, model: Model) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Reads the header and the arrays; raises KvjaxError for an absent or damaged file, another kind or model."""
     path, header, arrays = expand_user(path), {}, {}
     error = damage = None
     try:
@@ -109,12 +105,16 @@ def read(path: str | Path, form: Format, model: Model) -> tuple[Model, dict[str,
         )
     if error is not None:
         raise error
-    config = next(x for x in model.config.variants if config_digest(model, x) == header["model"])
-    return model.with_config(config), header, arrays
+    return header, arrays
 
 
-def config_digest(model: Model, config: Config) -> str:
-    """Hashes a config, one of the model's `Config.variants`, and the model's dtype."""
+def writer_of(model: Model, header: Mapping[str, Any]) -> Model:
+    """Returns the model under that of its `Config.variants` with which a file was written, by the file's header."""
+    config = next(x for x in model.config.variants if _config_digest(model, x) == header["model"])
+    return model.with_config(config)
+
+
+def _config_digest(model: Model, config: Config) -> str:
     text = json.dumps([config.to_json(), model.dtype.name], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -128,7 +128,7 @@ def _find_mismatch(header: Mapping[str, Any], path: str | Path, form: Format, mo
         )
     found = {"another configuration or dtype": header["model"], "other weights": header["weights"]}
     expected = {
-        "another configuration or dtype": [config_digest(model, config) for config in model.config.variants],
+        "another configuration or dtype": [_config_digest(model, config) for config in model.config.variants],
         "other weights": [model.fingerprint],
     }
     for what, digest in found.items():

@@ -47,7 +47,8 @@ def write(path: str | Path, model: Model, method: KVMethod, cache: Cache, last: 
 
 def read(path: str | Path, model: Model, method: str | KVMethod | None) -> tuple[KVMethod, Cache, Array]:
     """Reads the method, the cache, and the logits f32[B V] of its last tokens; raises as `kvjax.resume` does."""
-    model, header, arrays = archive.read(path, FORMAT, model)
+    header, arrays = archive.read(path, FORMAT, model)
+    model = archive.writer_of(model, header)
     name, capacity, batch, problem = header["method"], header["capacity"], arrays["length"].shape[0], None
     layers, trees, plan = [], [], ()
     # The methods of kvjax are recognized by their value, a user's own by its name.

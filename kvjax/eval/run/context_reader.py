@@ -61,7 +61,8 @@ class ContextReader:
         """Reads contexts as `kvjax.read` does; the default width is the `padded_width` of the longest one."""
         width = round_up(padded_width(max(map(len, contexts))) if width is None else width)
         headroom_tokens = max(headroom_tokens, self._least_headroom_tokens)
-        model = model_for(self.model, contexts, max(map(len, contexts)) + headroom_tokens)
+        ids = [np.asarray(context).tolist() for context in contexts]
+        model = model_for(self.model, ids, max(map(len, ids)) + headroom_tokens)
         most = self._most_bytes = self._max_exact_bytes() if self._most_bytes is None else self._most_bytes
         if self._exact_bytes(len(contexts), width) > most:
             timer = Timer()
@@ -71,7 +72,6 @@ class ContextReader:
             self.time.compress += timer.run_seconds
             self.time.compress_compile += timer.compile_seconds
             return context
-        ids = [np.asarray(context).tolist() for context in contexts]
         key = width, tuple(map(tuple, ids)), model.config
         if key not in self._exact:
             # The oldest ones go before the new one is made, so that both never exceed the limit together.
