@@ -84,7 +84,7 @@ def test_own_tokens_behind_a_shared_prefix_are_edited():
 )
 def test_a_method_that_cannot_be_edited_says_so(method, says):
     with pytest.raises(IncompatibleMethod, match=says):
-        kvjax.read(TWO, DOCUMENTS, f"{method} + in_windows", room=40).edit(0, 1, [[5]] * 3)
+        kvjax.read(TWO, DOCUMENTS, f"{method} + in_windows", room=40).edit(1, 2, [[5]] * 3)
 
 
 @pytest.mark.parametrize(

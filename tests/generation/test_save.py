@@ -116,7 +116,9 @@ def test_what_is_no_saved_context_says_so(tmp_path):
         with pytest.raises(KvjaxError, match=r"a damaged one \(File is not a zip file\); save it again"):
             kvjax.resume(MODEL, path)
     for unreadable in (tmp_path / "none", tmp_path):
-        with pytest.raises(KvjaxError, match=rf"{unreadable} is no file .* directory.*give the path of a file that"):
+        with pytest.raises(
+            KvjaxError, match=rf"cannot read {unreadable} \(.*directory\); give the path of a file that"
+        ):
             kvjax.resume(MODEL, unreadable)
 
 

@@ -153,7 +153,7 @@ def test_texts_may_be_empty_too_but_not_all_of_them():
 
 def test_groups_that_are_coded_stay_coded():
     """Keys leave a residual of 8 tokens in groups, values one by one."""
-    before = kvjax.read(MODEL, [list(range(20))] * 2, "kivi:bits=2,group=8,residual=8", room=40)
+    before = kvjax.read(MODEL, [list(range(20))] * 2, f"{CODED} + in_windows", room=40)
     fed = before.feed([[1, 2], [3, 4]])
     with pytest.raises(IncompatibleMethod, match="sequence 0 of layer 0 cannot give back its last 2 tokens, 1 at most"):
         fed.crop(20)
@@ -189,7 +189,13 @@ def test_after_a_crop_something_must_be_fed(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "method", ["full", "kivi:bits=4,group=8,residual=8 + offload", "h2o:heavy=8,recent=8 + in_windows"]
+    "method",
+    [
+        "full",
+        f"{CODED} + offload",
+        "kivi:bits=4,group=8,residual=8 + offload + in_windows",
+        "h2o:heavy=8,recent=8 + in_windows",
+    ],
 )
 def test_branches_and_joined_rows_are_the_rows(method):
     context = kvjax.read(MODEL, DOCUMENTS[:2], method, room=40)
