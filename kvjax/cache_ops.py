@@ -15,7 +15,8 @@ from jax.sharding import Mesh, NamedSharding
 from kvjax.cache.protocol import BatchedLayer, BoundLayer, Cache, EditableLayer, RewindableLayer
 from kvjax.cache.sequences import CONTEXT_REMEDY, concat_sequences, missing_ability, take_sequences
 from kvjax.core import memory
-from kvjax.core.mesh import check_divides, per_device, to_numpy
+from kvjax.core.explicit_axes import accepts_explicit_axes, spec_of
+from kvjax.core.mesh import check_divides, foreign_axes, per_device, to_numpy
 from kvjax.core.rope import rotate
 from kvjax.core.types import Array, KVBlock
 from kvjax.engine import prefill as engine_prefill
@@ -32,7 +33,12 @@ from kvjax.utils.keywords import checks_keywords
 __all__ = ["crop", "edit", "fork", "join", "take"]
 
 
+def _specs_as_before(result: Cache, cache: Cache, *_: Any, **__: Any) -> Cache:
+    return jax.tree.map(lambda _, x: spec_of(x), result, cache)
+
+
 @checks_keywords
+@accepts_explicit_axes(_specs_as_before)
 def crop(cache: Cache, lengths: int | Sequence[int]) -> Cache:
     """Keeps only the first tokens of each sequence, exactly: as if the others had never been fed.
 
@@ -91,6 +97,7 @@ def crop_layers(
 
 
 @checks_keywords
+@accepts_explicit_axes(_specs_as_before)
 def take(cache: Cache, which: Sequence[int]) -> Cache:
     """Takes the sequences with these indices, in this order, each as often as it is listed; any method, bit by bit."""
     cache.check_usable()
@@ -115,6 +122,7 @@ def fork(cache: Cache, times: int) -> Cache:
 
 
 @checks_keywords
+@accepts_explicit_axes(lambda result, caches: _specs_as_before(result, caches[0]))
 def join(caches: Sequence[Cache]) -> Cache:
     """Joins the sequences of several caches of one method, model and capacity into one batch, bit by bit.
 
@@ -150,6 +158,7 @@ def join(caches: Sequence[Cache]) -> Cache:
 
 
 @checks_keywords
+@accepts_explicit_axes(lambda result, model, cache, *_, **__: _specs_as_before(result, cache))
 def edit(model: Model, cache: Cache, start: int | Sequence[int], stop: int | Sequence[int], tokens: Prompts) -> Cache:
     """Replaces tokens start..stop-1 of each sequence by others; the tokens after them are not run again.
 
@@ -212,7 +221,7 @@ def edit(model: Model, cache: Cache, start: int | Sequence[int], stop: int | Seq
         plan=cache.plan,
         width=min(round_up(int(num_later.max())), cache.capacity),
         config=cache.config,
-        mesh=model.mesh,
+        mesh=model.auto_mesh,
     )
     return dataclasses.replace(edited, layers=layers, length=edited.length + count)
 
@@ -275,6 +284,8 @@ def sequence_lengths(cache: Cache) -> np.ndarray:
 
 
 def mesh_of(cache: Cache) -> Mesh | None:
-    """Returns the mesh that a cache is sharded over."""
+    """Returns the mesh that a cache is sharded over; None for one of other axes, over which the compiler divides it."""
     sharding = cache.length.sharding
-    return cast(Mesh, sharding.mesh) if isinstance(sharding, NamedSharding) else None
+    if not isinstance(sharding, NamedSharding) or foreign_axes(cast(Mesh, sharding.mesh)):
+        return None
+    return cast(Mesh, sharding.mesh)

@@ -27,13 +27,14 @@ from kvjax.engine.prefill import measure_layers, stack_measures
 from kvjax.errors import IncompatibleMethod, KvjaxError
 from kvjax.generation.finite import check_logits
 from kvjax.generation.inputs import Prompts, pad, place, token_ids
-from kvjax.generation.model_calls import model_for, prefill
+from kvjax.generation.model_calls import capacity_for, model_for, run_prompts
 from kvjax.models.model import Model
 from kvjax.registry.loading import load_all
 from kvjax.registry.strings import method_of
 from kvjax.reuse.full_kv import observe_prompts
 from kvjax.utils import arguments
 from kvjax.utils.files import expand_user
+from kvjax.utils.mesh_context import leaves_callers_mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +101,7 @@ def parse_kind(text: str) -> TableKind:
     return cast(TableKind, dataclasses.replace(cast(Any, kind), **values)) if pairs else kind
 
 
+@leaves_callers_mesh
 def count_arrays(model: Model, kind: str, documents: Prompts | None, rows: int = 1) -> list[dict[str, np.ndarray]]:
     """Counts a table's arrays.
 
@@ -150,7 +152,8 @@ def _count_batch(model: Model, counting: Counting, ids: Sequence[Sequence[int]])
     """The statistics of documents per layer, with one set for each document."""
     kind = counting.kind
     if not kind.measuring_method:
-        return prefill(model, ids, cast(KVMethod, counting), capacity=max(map(len, ids)))[1].layers
+        plan = bind(cast(KVMethod, counting), model.config)
+        return run_prompts(model, plan, ids, capacity_for(ids, None, 0))[1].layers
     # The method's scores are ranked over the whole model here, whatever budgets it gives to layers and heads itself.
     # A table has all layers of a model, those with a window too.
     components = level_components("model", page=16)
@@ -167,7 +170,7 @@ def _count_batch(model: Model, counting: Counting, ids: Sequence[Sequence[int]])
     last, prompts = observe_prompts(model, plan, place(model, tokens, "B T"), lengths)
     check_logits(model, last, ids, what="document")
     calls = layer_calls(plan, model.config)
-    measures = measure_layers(prompts, lengths, calls, tokens.shape[1], model.mesh)
+    measures = measure_layers(prompts, lengths, calls, tokens.shape[1], model.auto_mesh)
     first = ranking.bind(specs(model.config)[0])
     assert first.selection is not None
     statistics = _count_layers(
@@ -183,6 +186,7 @@ def _count_layers(
     return kind.count_layers(selection, layer_budgets, stack_measures(measures), lengths)
 
 
+@leaves_callers_mesh
 def calibrate(
     model: Model, kind: str, out: str | Path, documents: Prompts | None, rows: int = 1, source: str = ""
 ) -> Path:

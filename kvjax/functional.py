@@ -26,16 +26,19 @@ Arguments called static are Python values, which decide shapes: close over them,
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
+from jax.sharding import PartitionSpec
 
 from kvjax.cache.protocol import Cache, KVMethod, LayerSpec
 from kvjax.cache.shared_prefix import SharedPrefixState
 from kvjax.core import memory
+from kvjax.core.explicit_axes import accepts_explicit_axes, layer_specs, spec_of
 from kvjax.core.precision import computes_in_32_bits
 from kvjax.core.random import key_from_seed
 from kvjax.core.rope import Rope
@@ -75,8 +78,36 @@ def bind(method: str | KVMethod, config: Config, differentiable: bool = False) -
     return _plan.bind(method, config, differentiable)
 
 
+def _logits_spec(result: Array, params: Any, tokens: Array, *_: Any, **__: Any) -> PartitionSpec:
+    """Logits lie as the tokens do, and along the vocabulary as the parameters that make them."""
+    vocabulary = spec_of(params["head"]["kernel"])[1] if "head" in params else spec_of(params["embedding"])[0]
+    return PartitionSpec(*spec_of(tokens)[: result.ndim - 1], vocabulary)
+
+
+def _prefill_specs(
+    result: tuple[Array, Cache], params: Any, tokens: Array, lengths: Array, *_: Any, **__: Any
+) -> tuple[PartitionSpec, Cache]:
+    """States lie as the tokens do, and along the heads as the layer's projection of keys."""
+    last, cache = result
+    sequences, states = spec_of(tokens)[0], []
+    for i, state in enumerate(cache.layers):
+        keys = params[f"layer_{i}"]["attention"].get("k", {}).get("kernel")
+        kv_heads = cache.config.kind(i).attention.kv_heads
+        states.append(
+            layer_specs(state, len(tokens), kv_heads, sequences, spec_of(keys)[1] if keys is not None else None)
+        )
+    specs = dataclasses.replace(cache, layers=tuple(states), length=PartitionSpec(sequences))
+    return _logits_spec(last, params, tokens), specs
+
+
+def _cache_specs(result: Cache, cache: Cache, *_: Any, **__: Any) -> Cache:
+    """A cache lies as the one that it comes from, so that it is a carry of the caller's loop."""
+    return jax.tree.map(lambda _, x: spec_of(x), result, cache)
+
+
 @checks_keywords
 @computes_in_32_bits
+@accepts_explicit_axes(_logits_spec)
 def logits(params: Any, tokens: Array, config: Config) -> Array:
     """Runs the exact forward pass without a cache.
 
@@ -94,6 +125,7 @@ def logits(params: Any, tokens: Array, config: Config) -> Array:
 
 @checks_keywords
 @computes_in_32_bits
+@accepts_explicit_axes(_prefill_specs)
 def prefill(
     params: Any,
     tokens: Array,
@@ -138,6 +170,12 @@ def prefill(
 
 @checks_keywords
 @computes_in_32_bits
+@accepts_explicit_axes(
+    lambda result, params, tokens, cache, *_, **__: (
+        _logits_spec(result[0], params, tokens),
+        _cache_specs(result[1], cache),
+    )
+)
 def extend(
     params: Any, tokens: Array, cache: Cache, lengths: Array | None = None, commit: int | None = None
 ) -> tuple[Array, Cache]:
@@ -167,6 +205,9 @@ def extend(
 
 @checks_keywords
 @computes_in_32_bits
+@accepts_explicit_axes(
+    lambda result, params, cache, tokens, *_, **__: (PartitionSpec(*spec_of(tokens)), _cache_specs(result[1], cache))
+)
 def decode(
     params: Any,
     cache: Cache,
@@ -205,6 +246,7 @@ def decode(
 
 @checks_keywords
 @computes_in_32_bits
+@accepts_explicit_axes(lambda result, *_, **__: jax.tree.map(spec_of, result))
 def empty(plan: Plan, config: Config, batch: int, capacity: int, dtype: Any = jnp.float32) -> Cache:
     """Makes the cache of sequences that have no token yet.
 
@@ -227,6 +269,7 @@ def empty(plan: Plan, config: Config, batch: int, capacity: int, dtype: Any = jn
 
 @checks_keywords
 @computes_in_32_bits
+@accepts_explicit_axes(_cache_specs)
 def take(cache: Any, sequences: Array) -> Any:
     """Takes sequences of a cache, as a beam search does in every step.
 

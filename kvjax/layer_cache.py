@@ -22,11 +22,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from kvjax.cache.protocol import BoundLayer, KVMethod, LayerSpec, num_layer_slots
 from kvjax.core.attention import Rule
-from kvjax.core.mesh import to_numpy, vary
+from kvjax.core.explicit_axes import accepts_explicit_axes, layer_specs, spec_of
+from kvjax.core.mesh import auto_mesh, named_sharding, to_numpy, vary
 from kvjax.core.precision import computes_in_32_bits
 from kvjax.core.rope import Rope
 from kvjax.core.types import Array, pytree
@@ -38,6 +39,7 @@ from kvjax.engine.prefill import ReplayPrompts, compress_prompts, copy_chunk
 from kvjax.errors import KvjaxError
 from kvjax.utils import arguments
 from kvjax.utils.keywords import checks_keywords
+from kvjax.utils.mesh_context import keeps_callers_mesh
 
 LAYOUTS = "BTNH", "BNTH"
 """Orders of the axes of queries: sequences, tokens, heads, channels; keys and values have K in place of N."""
@@ -134,7 +136,8 @@ class LayerCache:
         """i32[B 1|K S], the position of the token in each slot, -1 for an empty slot."""
         if isinstance(self.state, Empty | ExactPrompt):
             raise KvjaxError("this cache holds no compressed prompt yet: attend the prompt first, then kvjax.finish")
-        return self.layer.bound.positions(self.state)
+        sequences = spec_of(self.length)
+        return accepts_explicit_axes(lambda *_: sequences)(self.layer.bound.positions)(self.state)
 
 
 @checks_keywords
@@ -256,7 +259,8 @@ def attach(
       capacity: tokens that a sequence may grow to.
       gives: what the decoder gives in addition to q, k, v and positions: names of `GIVES`.
       differentiable: gradients pass through what the cache stores; see `kvjax.functional.bind`.
-      mesh: the devices that heads and sequences are split over; None for one device, or for the compiler's choice.
+      mesh: the devices that sequences are split over, along its axis "data", and heads, along "model"; None for one
+        device, or for the compiler, which divides the cache as it finds q, k and v divided, over any mesh.
 
     Returns:
       {layer: LayerCache}, empty; the first `attend` of each is its prompt.
@@ -281,6 +285,8 @@ def attach(
     if unknown := sorted(gives - GIVES.keys()):
         suggestion = arguments.suggest_name(unknown[0], GIVES)
         raise KvjaxError(f"gives has no {unknown[0]!r:.60}{suggestion}; it takes {', '.join(GIVES)}")
+    if mesh is not None:
+        auto_mesh(mesh, ", or leave mesh out: the cache is then divided as q, k and v are")
     plan = bind_specs(method, specs, differentiable)
     _check_gives(plan, gives)
     defers = any(x.needs.global_budget or x.needs.replay or x.needs.paired_layer for x in plan)
@@ -333,8 +339,26 @@ class _Absent:
 _ABSENT = _Absent()
 
 
+def _attended_specs(
+    result: Any, cache: LayerCache, q: Array, k: Array, v: Array, *_: Any, layout: str = "BTNH", **__: Any
+) -> Any:
+    """Returns the specs of what `attend` returns: outputs lie as the queries do, and a new state as the keys."""
+    keys, mesh = spec_of(k), cache.layer.mesh
+    sequences, heads = (keys[0], keys[layout.index("N")]) if mesh is None else named_sharding("B K", mesh).spec
+    by_layer = functools.partial(
+        layer_specs, num_sequences=k.shape[0], num_heads=cache.layer.spec.num_kv_heads, sequences=sequences, heads=heads
+    )
+    out = PartitionSpec(*spec_of(q)[:3], spec_of(v)[3])
+    # A step returns the types that it is given, so that the cache is a carry of the caller's loop.
+    after = by_layer(result[1]) if isinstance(cache.state, Empty) else jax.tree.map(spec_of, cache)
+    return out, after, *by_layer(result[2:])
+
+
 @checks_keywords
 @computes_in_32_bits
+@accepts_explicit_axes(
+    _attended_specs, lambda cache, *_, **__: cache.layer.mesh if isinstance(cache, LayerCache) else None
+)
 def attend(
     cache: LayerCache,
     q: Array,
@@ -399,6 +423,12 @@ def attend(
         raise KvjaxError(f"the cache holds {cache.length.shape[0]} sequences and q has {B}; give one row for each")
     if cache.dtype and cache.dtype != k.dtype.name:
         raise KvjaxError(f"the prompt's keys are {cache.dtype} and these are {k.dtype.name}; keep one dtype")
+    in_use = jax.sharding.get_abstract_mesh()
+    if layer.mesh is not None and not in_use.empty and in_use.shape != layer.mesh.shape:
+        raise KvjaxError(
+            f"kvjax.attach was given the mesh {dict(layer.mesh.shape)} and this program runs on {dict(in_use.shape)}; "
+            "use one mesh for both, or leave mesh out of kvjax.attach: the cache is then divided as q, k and v are"
+        )
     is_prompt = isinstance(state, Empty)
     is_copy = isinstance(state, ExactPrompt)
     if isinstance(state, ExactPrompt) and state.start is None:
@@ -481,6 +511,7 @@ def attend(
 @functools.partial(jax.jit, static_argnames=("call", "mesh"))
 def _run(mode: ForwardMode, state: Any, inputs: LayerInputs, up: Any, call: LayerCall, mesh: Mesh | None) -> Any:
     """Runs a forward mode of the engine, as its own decoder's layers do."""
+    mesh = None if mesh is None else auto_mesh(mesh)
     if isinstance(mode, ChunkedPrefill):
         state = begin_prompt(call, *inputs[:4], mesh)
     return mode.attend(call, state, inputs, up, mesh)
@@ -634,6 +665,7 @@ def _find_wrong(
 
 @checks_keywords
 @computes_in_32_bits
+@keeps_callers_mesh
 def finish(
     cache: Any,
     *,
@@ -665,8 +697,6 @@ def finish(
     if not any(isinstance(x.state, ExactPrompt) for x in caches):
         return cache
     ordered = _in_order(caches)
-    first, lengths = ordered[0], ordered[0].length
-    assert lengths is not None
     plan = [x.layer.bound for x in ordered]
     replays = {layer.needs.replay for layer in plan} - {None}
     if replays:
@@ -678,14 +708,32 @@ def finish(
             )
         cache = _repeat_prompt(cache, ordered, jnp.asarray(tokens, jnp.int32), repeat, replay_prompts)
         ordered = _in_order(_layer_caches(cache))
-    T = ordered[0].state.prompt.k.shape[2]
-    calls = [x.layer.call(T) for x in ordered]
-    prompts = [x.state.prompt for x in ordered]
-    states = compress_prompts(prompts, lengths, calls, first.layer.capacity, first.layer.mesh)
-    compressed = {
-        x.state.index: dataclasses.replace(x, state=state) for x, state in zip(ordered, vary(states), strict=True)
-    }
+    compressed = dict(zip([x.state.index for x in ordered], _compress(ordered), strict=True))
     return map_layer_caches(lambda x: compressed[x.state.index], cache)
+
+
+def _compressed_specs(result: Any, caches: Sequence[LayerCache]) -> list[LayerCache]:
+    """Returns the specs of what `_compress` returns: a state lies as the exact keys do, and all else as before."""
+    specs = []
+    for after, before in zip(result, caches, strict=True):
+        prompt = before.state.prompt
+        if isinstance(prompt, LayerPrompt):
+            state = layer_specs(after.state, *prompt.k.shape[:2], *spec_of(prompt.k)[:2])
+        else:
+            state = jax.tree.map(spec_of, prompt)
+        specs.append(dataclasses.replace(after, state=state, length=spec_of(before.length)))
+    return specs
+
+
+@accepts_explicit_axes(_compressed_specs, lambda caches: caches[0].layer.mesh)
+def _compress(caches: Sequence[LayerCache]) -> list[LayerCache]:
+    """Compresses the prompts of all layers, in their order."""
+    layer, lengths, T = caches[0].layer, caches[0].length, caches[0].state.prompt.k.shape[2]
+    assert lengths is not None
+    calls, prompts = [x.layer.call(T) for x in caches], [x.state.prompt for x in caches]
+    mesh = None if layer.mesh is None else auto_mesh(layer.mesh)
+    states = compress_prompts(prompts, lengths, calls, layer.capacity, mesh)
+    return [dataclasses.replace(x, state=state) for x, state in zip(caches, vary(states), strict=True)]
 
 
 def _repeat_prompt(
@@ -703,7 +751,6 @@ def _repeat_prompt(
     B, T = len(lengths), caches[0].state.prompt.k.shape[2]
     if tokens.shape != (B, T):
         raise KvjaxError(f"tokens are those of the prompt, of shape {(B, T)}, got {tokens.shape}")
-    tokens = tokens if order is None else jnp.take_along_axis(tokens, order, 1)
     width = max(map(len, replay_prompts)) + settings.lead_tokens + min(settings.chunk_tokens, T)
 
     def set_start(cache: Any, start: Array | None) -> Any:
@@ -714,16 +761,25 @@ def _repeat_prompt(
     for start in range(0, T, settings.chunk_tokens):
         instruction = np.asarray(replay_prompts[min(start, 1)], np.int32)
         first = max(start - settings.lead_tokens, 0)
-        copied = tokens[:, first : start + settings.chunk_tokens]
-        copy, num_tokens = copy_chunk(copied, lengths, instruction, np.int32(start), np.int32(first), width=width)
-        pos = token_positions(copy, num_tokens)
-        pos = jnp.where(pos >= 0, lengths[:, None] + pos, -1)
+        chunk = slice(first, start + settings.chunk_tokens)
+        copy, pos = _copy_tokens(tokens, order, lengths, instruction, start=start, chunk=chunk, width=width)
         repeated = repeat(set_start(cache, jnp.int32(start)), copy, pos)
         for x in _layer_caches(repeated):
             if not isinstance(x.state, ExactPrompt) or x.state.start is None:
                 raise KvjaxError("repeat returns the cache that kvjax.attend has returned in every layer")
         cache = set_start(repeated, None)
     return cache
+
+
+@accepts_explicit_axes(lambda result, tokens, *_, **__: (PartitionSpec(spec_of(tokens)[0]),) * 2)
+def _copy_tokens(
+    tokens: Array, order: Array | None, lengths: Array, instruction: np.ndarray, *, start: int, chunk: slice, width: int
+) -> tuple[Array, Array]:
+    """Returns the tokens i32[B width] that repeat a chunk of the prompt, and their positions."""
+    copied = (tokens if order is None else jnp.take_along_axis(tokens, order, 1))[:, chunk]
+    copy, num_tokens = copy_chunk(copied, lengths, instruction, np.int32(start), np.int32(chunk.start), width=width)
+    pos = token_positions(copy, num_tokens)
+    return copy, jnp.where(pos >= 0, lengths[:, None] + pos, -1)
 
 
 def _is_layer_cache(x: Any) -> bool:

@@ -14,6 +14,7 @@ from kvjax.core.rope import Rope
 from kvjax.core.types import Array
 from kvjax.errors import KvjaxError
 from kvjax.utils.keywords import checks_keywords
+from kvjax.utils.mesh_context import keeps_callers_mesh
 
 POSITIONS = (0, 1, 2, 7, 100, 500)
 """Positions at which rotations are compared; a table of a tiny model may end soon after."""
@@ -23,6 +24,7 @@ TOLERANCE = 2e-3
 
 @checks_keywords
 @computes_in_32_bits
+@keeps_callers_mesh
 def check_rope(spec: LayerSpec | Rope, rotate: Callable[[Array, Array], Array], *, layout: str = "BTNH") -> None:
     """Checks that a decoder rotates queries and keys as its spec says.
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.protocol import Cache, SizedLayer
+from kvjax.core.explicit_axes import accepts_explicit_axes
 from kvjax.core.memory import MEMORY_KINDS, array_bytes
 from kvjax.core.mesh import to_numpy
 from kvjax.utils.keywords import checks_keywords
@@ -77,6 +78,7 @@ class CacheBytes:
 
 
 @checks_keywords
+@accepts_explicit_axes(lambda result, cache: result)
 def state_bytes(cache: Cache) -> CacheBytes:
     """Counts the bytes of a cache, read off its arrays.
 
@@ -119,6 +121,7 @@ def full_bytes(config: Any, lengths: Sequence[int], dtype: Any) -> int:
 
 
 @checks_keywords
+@accepts_explicit_axes(lambda result, cache: result)
 def kept_positions(cache: Cache) -> list[list[list[np.ndarray]]]:
     """[layer][sequence][key/value head]: the positions, ascending, of the tokens that the cache holds."""
     cache.check_usable()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextvars
 import functools
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -32,6 +33,35 @@ RULES = {"B": "data", "K": "model", "F": "model", "V": "model"}
 
 # The mesh axis along which the key/value heads lie, while `per_device` traces a layer; `over_heads` reads it.
 _heads_axis: contextvars.ContextVar[str | None] = contextvars.ContextVar("heads_axis", default=None)
+
+
+def foreign_axes(mesh: Mesh) -> list[str]:
+    """Returns the axes of several devices along which kvjax divides nothing, since they have other names."""
+    return [name for name, size in mesh.shape.items() if name not in RULES.values() and size > 1]
+
+
+def auto_mesh(mesh: Mesh, other_remedy: str = "") -> Mesh:
+    """Returns a caller's mesh as kvjax computes on it: the same devices and names, and all axes `AxisType.Auto`.
+
+    Since JAX 0.9 the axes of `jax.make_mesh` are `Explicit`: shardings are then types, and many operations ask for that
+    of their result. kvjax names none; its compiler divides what `per_device` and `constrain` leave open.
+
+    Raises:
+      KvjaxError: a mesh with devices that would divide nothing, since their axis has another name; its text ends with
+        `other_remedy`.
+    """
+    if not isinstance(mesh, Mesh):
+        raise KvjaxError(f'mesh is a jax.sharding.Mesh with the axes "data" and "model", got {mesh!r:.80}')
+    if unknown := foreign_axes(mesh):
+        sizes = tuple(mesh.shape.values())
+        sizes_of_two = (sizes[0], math.prod(sizes[1:])) if len(sizes) > 1 else (1, *sizes)
+        devices = "mesh.devices" if sizes == sizes_of_two else f"mesh.devices.reshape{sizes_of_two}"
+        raise KvjaxError(
+            f"nothing is divided over the mesh axis {unknown[0]!r} of {mesh.shape[unknown[0]]} devices: sequences lie "
+            f'along an axis "data", and key/value heads, MLP width and vocabulary along "model"; give '
+            f'mesh=Mesh({devices}, ("data", "model")){other_remedy}'
+        )
+    return Mesh(mesh.devices, mesh.axis_names)
 
 
 def spec(axes: str, mesh: Mesh) -> PartitionSpec:

@@ -25,6 +25,7 @@ from kvjax.generation.inputs import round_up
 from kvjax.models.decoder import sinks_of
 from kvjax.models.model import Model
 from kvjax.registry.strings import Methods, resolve
+from kvjax.utils.mesh_context import leaves_callers_mesh
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -54,6 +55,7 @@ class Exploration:
     methods: list[MethodTrace]
 
 
+@leaves_callers_mesh
 def explore(
     model: Model,
     prompt: Sequence[int],
@@ -89,7 +91,9 @@ def explore(
         state = state.feed(token)
         likeliest.append(state.likeliest)
         by_layer = [
-            _attention_weights(layer_state, state.cache.length, sinks_of(model.params[f"layer_{i}"]), layer.spec.rule)
+            _attention_weights(
+                layer_state, state.cache.length, sinks_of(model.auto_params[f"layer_{i}"]), layer.spec.rule
+            )
             for i, (layer, layer_state) in enumerate(zip(state.cache.plan, state.cache.layers, strict=True))
             if isinstance(layer, TracedLayer)
         ]

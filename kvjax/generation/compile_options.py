@@ -36,7 +36,7 @@ def target_for(model: Model, num_tokens: int, *, in_place: bool, num_logits: int
     run_layer = jit_with(forward.apply_layer, ("call", "target"), donated, options_for(num_tokens, width, dtype))
     options = options_for(num_tokens if num_logits is None else num_logits, width, dtype, tied)
     unembed = jit_with(forward.apply_unembed, ("target",), (), options)
-    return Target(model.config, model.mesh, run_layer, unembed)
+    return Target(model.config, model.auto_mesh, run_layer, unembed)
 
 
 @functools.cache

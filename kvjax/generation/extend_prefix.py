@@ -52,7 +52,7 @@ def read_after_prefix(
       Logits of each document's last token f32[B V], and their cache.
     """
     model = model.with_config(check_cache(model, prefix).config)
-    num_prefixes, mesh, plan = prefix.length.shape[0], model.mesh, bind(method, model.config)
+    num_prefixes, mesh, plan = prefix.length.shape[0], model.auto_mesh, bind(method, model.config)
     followed = np.zeros(len(ids), np.int64) if of is None and num_prefixes == 1 else np.asarray(of)
     is_list = followed.shape == (len(ids),) and np.issubdtype(followed.dtype, np.integer)
     problem = None
@@ -93,10 +93,10 @@ def read_after_prefix(
             jax.tree.map(functools.partial(replicate_first, heads=n), state)
             for n, state in zip(heads, states, strict=True)
         )
-    outer, calls = outer_params(model.params), layer_calls(plan, model.config, num_slots)
+    outer, calls = outer_params(model.auto_params), layer_calls(plan, model.config, num_slots)
     with timer.timed():
         hidden, angles, _ = embed(outer, place(model, tokens, "B T"), before, lengths, target=target)
-        hidden, layers = run_layers(model.params, hidden, angles, mode, calls, states, target=target)
+        hidden, layers = run_layers(model.auto_params, hidden, angles, mode, calls, states, target=target)
         last = target.unembed(outer, take_last(hidden, lengths), target=target)
         length = before + lengths
         jax.block_until_ready((last, layers, length))

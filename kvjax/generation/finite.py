@@ -118,7 +118,7 @@ def _is_finite_on_device(logits: Array) -> Array:
 def _explain(model: Model, ids: Sequence[int] | None, cache: Cache | None) -> tuple[str, str]:
     """Returns the cause and the remedy."""
     dtype, remedy = model.dtype.name, REMEDIES[model.dtype.name]
-    for path, x in jax.tree_util.tree_leaves_with_path(model.params):
+    for path, x in jax.tree_util.tree_leaves_with_path(model.auto_params):
         if not to_numpy(jnp.isfinite(x).all()):
             name = jax.tree_util.keystr(path, simple=True, separator="/")
             return f"the parameter {name} of the model is not", "convert its checkpoint again, or load it anew"
@@ -163,14 +163,14 @@ def _find_place(model: Model, ids: Sequence[int], cache: Cache | None) -> str | 
     target = Target(model.config, run_layer=run_layer)
     if cache is not None:
         tokens = jnp.asarray([ids], jnp.int32)
-        logits = decode.extend(model.params, tokens, cache, target)[0][:, -1]
+        logits = decode.extend(model.auto_params, tokens, cache, target)[0][:, -1]
     else:
         tokens, lengths = (jnp.asarray(x) for x in pad([ids]))
-        outer, nothing = outer_params(model.params), (None,) * num_layers
+        outer, nothing = outer_params(model.auto_params), (None,) * num_layers
         calls = layer_calls(cast(Plan, (None,) * num_layers), model.config)
         hidden, angles, pos = embed(outer, tokens, None, lengths, target=target)
         mode = ExactPass(pos)
-        hidden, _ = run_layers(model.params, hidden, angles, mode, calls, nothing, target=target)
+        hidden, _ = run_layers(model.auto_params, hidden, angles, mode, calls, nothing, target=target)
         logits = target.unembed(outer, take_last(hidden, lengths), target=target)
     for i, parts in enumerate(seen):
         for name, is_finite in zip(WATCHED.values(), parts, strict=True):

@@ -34,11 +34,12 @@ def round_up(n: int, to: int = BUCKET_TOKENS) -> int:
 
 def place(model: Model, x: np.ndarray, axes: str) -> Array:
     """Places an input array on the model's mesh, if it has one; raises KvjaxError for sequences that do not divide."""
-    if model.mesh is None:
+    mesh = model.auto_mesh
+    if mesh is None:
         return jnp.asarray(x)
     for letter, size in zip(axes.split(), x.shape, strict=False):
-        check_divides(letter, size, model.mesh, "give a number of sequences that does, or another mesh")
-    return put(np.asarray(x), named_sharding(axes, model.mesh))
+        check_divides(letter, size, mesh, "give a number of sequences that does, or another mesh")
+    return put(np.asarray(x), named_sharding(axes, mesh))
 
 
 def require_same_call(model: Model, plan: Plan, ids: Sequence[Sequence[int]], **what: Any) -> None:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.protocol import Cache, KVMethod, num_layer_slots
+from kvjax.core.explicit_axes import accepts_explicit_axes, leave_explicit_mesh, spec_of
 from kvjax.core.mesh import to_numpy
 from kvjax.core.types import Array
 from kvjax.engine import decode as engine_decode
@@ -44,7 +45,15 @@ Decoded = bool | Sequence[Sequence[bool]]
 token, as it does in generation; the others are known to it in advance."""
 
 
+_returns_types = accepts_explicit_axes(
+    lambda result, *_, **__: jax.tree.map(spec_of, result),
+    lambda model, *_, **__: model.mesh if isinstance(model, Model) else None,
+)
+"""Returns arrays as the model's parameters are: with types, on a mesh with `Explicit` axes."""
+
+
 @checks_keywords
+@_returns_types
 def logits(model: Model, ids: Prompts) -> Array:
     """Runs the exact forward pass without a cache.
 
@@ -63,7 +72,7 @@ def logits(model: Model, ids: Prompts) -> Array:
     with Timer().timed():  # for its errors; the seconds are not read
         placed, out = place(model, tokens, "B T"), None
         for config in dict.fromkeys(configs):
-            under = exact_logits(model.params, placed, config=config)
+            under = exact_logits(model.auto_params, placed, config=config)
             is_own = place(model, np.array([x == config for x in configs]), "B")
             out = under if out is None else jnp.where(is_own[:, None, None], under, out)
         out = jax.block_until_ready(out)
@@ -72,6 +81,7 @@ def logits(model: Model, ids: Prompts) -> Array:
 
 
 @checks_keywords
+@_returns_types
 def prefill(
     model: Model,
     ids: Prompts,
@@ -171,7 +181,7 @@ def run_prompts(
         bar = functools.partial(track, description="prefill", transient=True)
     with timer.timed():
         outputs = engine_prefill.prefill(
-            model.params,
+            model.auto_params,
             cast(Array, tokens),
             place(model, lengths, "B"),
             plan,
@@ -197,6 +207,7 @@ def replay_prompts(model: Model, plan: Plan) -> tuple[list[int], list[int]]:
 
 
 @checks_keywords
+@_returns_types
 def extend(
     model: Model, ids: Prompts, cache: Cache, method: str | KVMethod | None = None, *, decoded: Decoded = False
 ) -> tuple[Array, Cache]:
@@ -237,6 +248,7 @@ def extend_padded(
 
     Raises KvjaxError unless they fit, and `num_new` generated tokens after them; `timer` adds up the seconds.
     """
+    cache = leave_explicit_mesh(cache)
     require_same_call(model, cache.plan, ids, decoded=decoded, width=width, capacity=cache.capacity)
     model, longest = model.with_config(cache.config), max(map(len, ids))
     used = check_room(cache, longest + num_new)
@@ -254,7 +266,7 @@ def extend_padded(
     first, later = (target_for(model, num_tokens, in_place=in_place) for in_place in (False, True))
     tokens = place(model, tokens, "B T")
     with (timer or Timer()).timed():
-        outputs = engine_decode.extend(model.params, tokens, cache, first, target_after_first=later, **inputs)
+        outputs = engine_decode.extend(model.auto_params, tokens, cache, first, target_after_first=later, **inputs)
         return jax.block_until_ready(outputs)
 
 
@@ -303,7 +315,8 @@ def score(model: Model, prompts: Prompts, continuations: Prompts, method: str | 
     longest = max(map(len, continuations))
     num_tokens = max(len(prompt) + len(more) - 1 for prompt, more in zip(prompts, continuations, strict=True))
     model = model_for(model, prompts, num_tokens)
-    last, cache = prefill(model, prompts, method, capacity=max(map(len, prompts)) + longest)
+    capacity = capacity_for(prompts, None, longest)
+    last, cache = run_prompts(model, bind(method, model.config), prompts, capacity)
     return [logp for logp, _ in teacher_force(model, last, cache, continuations)]
 
 

@@ -32,6 +32,7 @@ from kvjax.generation.stopping import STOP_CHECK_INTERVAL, AnswerText
 from kvjax.generation.timing import Timer
 from kvjax.models.model import Model
 from kvjax.processes import require_agreement
+from kvjax.utils.mesh_context import leaves_callers_mesh, outside_callers_mesh
 
 
 @dataclasses.dataclass
@@ -66,6 +67,7 @@ class DecodeSession:
             self._end_at_stop()
         return self.result()
 
+    @leaves_callers_mesh
     def advance(self, limit: int) -> None:
         """Decodes up to `limit` tokens of each sequence."""
         with self._timed():
@@ -77,6 +79,7 @@ class DecodeSession:
             while not self._is_done(limit):
                 self.state = arguments["state"] = decode_loop.step(**arguments)
 
+    @leaves_callers_mesh
     def draft_first(self) -> None:
         """Makes the first draft of a method that drafts; its time counts as a part of the prefill."""
         with self._timed():
@@ -110,10 +113,10 @@ class DecodeSession:
         raise nonfinite_error(self.model, place, known, cache)
 
     def _arguments(self, in_one_program: bool = True) -> dict[str, Any]:
-        target = Target(self.model.config, self.model.mesh)
+        target = Target(self.model.config, self.model.auto_mesh)
         if not in_one_program:
             target = target_for(self.model, self._tokens_per_step, in_place=True)
-        return {"params": self.model.params, "state": self.state, "sampler": self.sampler, "target": target}
+        return {"params": self.model.auto_params, "state": self.state, "sampler": self.sampler, "target": target}
 
     def _compile(self, loop: Callable[..., DecodeState]) -> Any:
         """Compiles a loop as one program, to which the state is donated."""
@@ -126,6 +129,7 @@ class DecodeSession:
         assert self.state.cache is not None
         return self.state.out.shape[0] * (1 + num_draft_tokens(self.state.cache.plan))
 
+    @leaves_callers_mesh
     def program(self) -> str:
         """Returns the optimized HLO of the loop, for inspection."""
         jitted, arguments = self.loop_program()
@@ -177,7 +181,8 @@ class DecodeSession:
         for i in range(self.max_new_tokens):
             if i:
                 self.advance(i + 1)
-            column = to_numpy(self.state.out[:, i])
+            with outside_callers_mesh():
+                column = to_numpy(self.state.out[:, i])
             if (column < 0).all():
                 return
             self._end_at_stop()
@@ -201,6 +206,7 @@ class DecodeSession:
         eos_ids = to_numpy(self.state.eos).tolist()
         return AnswerText(self.model.text_tokenizer(), eos_ids, self.stop, self.skip_special_tokens)
 
+    @leaves_callers_mesh
     def _end_at_stop(self) -> None:
         """Ends the sequences whose text contains a stop string."""
         if self.stop:
@@ -250,7 +256,7 @@ def start_decoding(
             has_drafts=num_draft_tokens(cache.plan) > 0,
             in_prompt=in_prompt,
             num_top=options.num_top,
-            mesh=model.mesh,
+            mesh=model.auto_mesh,
         )
         if keep:
             # An explicit copy, each array in its own kind of memory: the loop donates the cache that it is given.

@@ -8,6 +8,7 @@ import importlib
 import operator
 import os
 import pathlib
+from collections.abc import Callable
 from importlib import resources
 from typing import Any, Unpack
 
@@ -17,7 +18,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from kvjax.core.compile_cache import use_compilation_cache
-from kvjax.core.mesh import is_shared
+from kvjax.core.explicit_axes import leave_explicit_mesh
+from kvjax.core.mesh import auto_mesh, is_shared
 from kvjax.core.random import key_from_seed
 from kvjax.errors import KvjaxError
 from kvjax.models import checkpoint
@@ -32,6 +34,7 @@ from kvjax.processes import require_agreement
 from kvjax.utils.arguments import float_type
 from kvjax.utils.files import expand_user
 from kvjax.utils.keywords import checks_keywords
+from kvjax.utils.mesh_context import leaves_callers_mesh
 
 MODEL_RESOLVERS = ["checkpoints_convert.package_models"]
 """Modules that find models by name. They stand above this one, so they are imported when a name is looked up.
@@ -52,6 +55,10 @@ class Model:
     name: str = ""
     chat_template: ChatTemplate | None = None
 
+    def __post_init__(self):
+        if self.mesh is not None:
+            auto_mesh(self.mesh)  # raises for one that divides nothing
+
     def __repr__(self) -> str:
         c, num_parameters = self.config, sum(x.size for x in jax.tree.leaves(self.params))
         shape = f"{c.layers} layers, width {c.width}, {c.describe_heads()}"
@@ -63,31 +70,46 @@ class Model:
         return self.params["embedding"].dtype
 
     @property
+    @leaves_callers_mesh
     def fingerprint(self) -> str:
         """A digest of every number of every parameter, which tells models of one configuration apart.
 
         It is computed once, and again when an array of `params` has been replaced by another.
         """
+        return self._of_params("_fingerprint", lambda _: fingerprint(self.auto_params))
+
+    @property
+    def auto_mesh(self) -> Mesh | None:
+        """The mesh as kvjax computes on it; `mesh` may have `Explicit` axes."""
+        return None if self.mesh is None else auto_mesh(self.mesh)
+
+    @property
+    def auto_params(self) -> Any:
+        """The parameters on `auto_mesh`: the same buffers, without shardings as types."""
+        return self._of_params("_auto_params", leave_explicit_mesh)
+
+    def _of_params(self, name: str, compute: Callable[[Any], Any]) -> Any:
+        """Computes something of the parameters once, and again when an array of `params` has been replaced."""
         leaves = jax.tree.leaves(self.params)
         # Not a field, so that `dataclasses.replace` does not copy it. The arrays are remembered, as `params` is a dict
         # that may get others; those of JAX never change, and those of NumPy may.
-        cell = self._fingerprint_cell()
-        known_leaves, known = cell.get("known", ([], ""))
+        computed = self._computed()
+        known_leaves, known = computed.get(name, ([], None))
         is_known = len(leaves) == len(known_leaves) and all(map(operator.is_, leaves, known_leaves))
         if not is_known or not all(isinstance(x, jax.Array) for x in leaves):
-            known = fingerprint(self.params)
-            cell["known"] = leaves, known
+            known = compute(self.params)
+            computed[name] = leaves, known
         return known
 
-    def _fingerprint_cell(self) -> dict[str, Any]:
-        return vars(self).setdefault("_fingerprint", {})
+    def _computed(self) -> dict[str, Any]:
+        return vars(self).setdefault("_computed_of_params", {})
 
     def with_config(self, config: Config) -> Model:
-        """Returns the same model under another config of `Config.variants`; it computes no fingerprint of its own."""
+        """Returns the same model under another config of `Config.variants`, which shares what is known of `params`."""
         if config == self.config:
             return self
         other = dataclasses.replace(self, config=config)
-        vars(other)["_fingerprint"] = self._fingerprint_cell()
+        vars(other)["_computed_of_params"] = self._computed()
         return other
 
     def text_tokenizer(self) -> Tokenizer:
@@ -137,8 +159,9 @@ def load(
     Args:
       path: a directory; a string that is no existing path is a name.
       dtype: of parameters and cache, as "bfloat16" or "bf16"; None as stored.
-      mesh: parameters are restored straight to their shards on it; each of several processes reads those of its own
-        devices.
+      mesh: devices along "data", which divides sequences, and "model", which divides key/value heads, MLP width and
+        vocabulary; its axes may be `Auto` or `Explicit`. Parameters are restored straight to their shards, by each of
+        several processes those of its own devices.
       max_positions: positions of the longest text, at most the model's; None for the model's. A model with LongRoPE has
         one list of factors for texts within its original context and one for longer texts. This number chooses one for
         all calls; with None each call chooses, by the longest text that it asks for.
@@ -162,6 +185,8 @@ def load(
             "as DST"
         )
     record = checkpoint.read_manifest(directory)
+    if mesh is not None:
+        auto_mesh(mesh)  # raises for one that divides nothing
     if mesh is not None and is_shared(mesh):
         # Before any computation between processes, in which those with other shapes would wait for good.
         require_agreement(

@@ -6,7 +6,7 @@ import flax.linen as nn
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from kvjax.core.mesh import check_divides, named_sharding
+from kvjax.core.mesh import auto_mesh, check_divides, named_sharding
 from kvjax.models.config import Config
 from kvjax.models.decoder import init
 
@@ -27,6 +27,7 @@ def divided_sizes(config: Config) -> list[tuple[str, int]]:
 
 def param_shardings(config: Config, mesh: Mesh) -> dict:
     """Returns a NamedSharding for each parameter; raises KvjaxError if an axis does not divide over the mesh."""
+    auto_mesh(mesh)  # raises for one that divides nothing
     for letter, size in divided_sizes(config):
         check_divides(letter, size, mesh, "use a mesh axis that divides kv_heads, mlp_width and vocab_size")
     axes = nn.get_partition_spec(abstract_params(config, "float32"))

@@ -154,7 +154,7 @@ def _attention_to_chunks(read: FullKV, lengths: Sequence[Sequence[int]]) -> np.n
     pos = jnp.where(pos < read.lengths[:, None], pos, -1)
     layers = []
     for i, p in enumerate(read.prompts):
-        rule, sinks = config.kind(i).attention.rule, sinks_of(read.model.params[f"layer_{i}"])
+        rule, sinks = config.kind(i).attention.rule, sinks_of(read.model.auto_params[f"layer_{i}"])
         layers.append(_layer_attention_to_chunks(p.q, p.k, pos, jnp.asarray(member, jnp.float32), sinks, rule))
     return np.mean([to_numpy(x).astype(np.float64) for x in layers], 0)
 

@@ -106,7 +106,7 @@ def recompute(
     target = target_for(model, tokens.size, in_place=False, num_logits=len(tokens))
     with Timer().timed():
         outputs = partial_prefill(
-            model.params,
+            model.auto_params,
             jnp.asarray(tokens),
             lengths,
             prompts,

@@ -89,11 +89,11 @@ class FullKV:
         prompts = []
         for i, (layer, (k, v, q, *_)) in enumerate(zip(plan, self.prompts, strict=True)):
             q = select_queries(layer, q, 0, self.lengths) if q.shape[3] else q
-            prompts.append(LayerPrompt(k, v, q, sinks=sinks_of(model.params[f"layer_{i}"])))
+            prompts.append(LayerPrompt(k, v, q, sinks=sinks_of(model.auto_params[f"layer_{i}"])))
         # The cache gets lengths of its own: the decode loop donates them, and these prompts stay usable.
         timer, lengths = Timer(), jnp.copy(self.lengths)
         with timer.timed():
-            layers = jax.block_until_ready(compress_prompts(prompts, lengths, calls, capacity, model.mesh))
+            layers = jax.block_until_ready(compress_prompts(prompts, lengths, calls, capacity, model.auto_mesh))
         cache = Cache(layers, lengths, capacity, plan, model.config, model.dtype.name, self.weights)
         return Context(model, cache, self.last, method, timer.run_seconds, self.ids)
 
@@ -141,8 +141,8 @@ def observe_prompts(model: Model, plan: Plan, tokens: Array, lengths: Array) -> 
     target = target_for(model, tokens.size, in_place=True, num_logits=len(tokens))
     calls, texts = layer_calls(plan, model.config), replay_prompts(model, plan)
     with Timer().timed():
-        hidden, prompts = prefill_exactly(model.params, tokens, lengths, calls, target, replay_prompts=texts)
-        logits = target.unembed(outer_params(model.params), hidden, target=target)
+        hidden, prompts = prefill_exactly(model.auto_params, tokens, lengths, calls, target, replay_prompts=texts)
+        logits = target.unembed(outer_params(model.auto_params), hidden, target=target)
         return jax.block_until_ready((logits, prompts))
 
 

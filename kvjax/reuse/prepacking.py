@@ -88,11 +88,11 @@ def pack_exactly(model: Model, documents: Prompts, width: int | None = None) -> 
     plan = (AllQueries(),) * model.config.layers
     target = target_for(model, tokens.size, in_place=False, num_logits=len(ids))
     with Timer().timed():
-        hidden, angles = _embed_at(outer_params(model.params), tokens, pos, target=target)
+        hidden, angles = _embed_at(outer_params(model.auto_params), tokens, pos, target=target)
         calls, no_states = layer_calls(plan, model.config), (None,) * len(plan)
-        hidden, prompts = run_layers(model.params, hidden, angles, mode, calls, no_states, target=target)
+        hidden, prompts = run_layers(model.auto_params, hidden, angles, mode, calls, no_states, target=target)
         hidden = hidden[rows, starts + lengths - 1]  # each prompt's last token
-        last = jax.block_until_ready(target.unembed(outer_params(model.params), hidden, target=target))
+        last = jax.block_until_ready(target.unembed(outer_params(model.auto_params), hidden, target=target))
     check_logits(model, last, ids)
     return FullKV(model, prompts, lengths, last, ids)
 

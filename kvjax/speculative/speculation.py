@@ -128,14 +128,16 @@ def speculate(
     eos, sampler = resolved.eos, params.sampler()
     # Compiled rounds serve all models of a configuration, so the caches must not carry the weights' fingerprints.
     cache, draft_cache = (dataclasses.replace(x, weights="") for x in (cache, draft_cache))
-    targets = Target(model.config, model.mesh), Target(drafter.config, drafter.mesh)
+    targets = Target(model.config, model.auto_mesh), Target(drafter.config, drafter.auto_mesh)
     run = jit_with(run_rounds, ("num_draft_tokens", "targets"), ("state",), ())
     with timer.timed():
-        state = init_state(last, key_from_seed(params.seed), eos, sampler, max_new_tokens, resolved.num_top, model.mesh)
+        state = init_state(
+            last, key_from_seed(params.seed), eos, sampler, max_new_tokens, resolved.num_top, model.auto_mesh
+        )
         state = dataclasses.replace(state, verifier=cache, draft=draft_cache)
         state = run(
-            params=model.params,
-            draft_params=drafter.params,
+            params=model.auto_params,
+            draft_params=drafter.auto_params,
             state=state,
             sampler=sampler,
             shift=shift,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import sys
@@ -11,6 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from kvjax.errors import UnknownKeyword
 from kvjax.utils.arguments import suggest_name
+from kvjax.utils.mesh_context import outside_callers_mesh
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -80,6 +82,9 @@ class _Default:
 def checks_keywords(call: Callable[P, R]) -> Callable[P, R]:
     """Decorates a public call: an unknown keyword raises `UnknownKeyword`, which names the one that is meant.
 
+    The call runs outside the mesh that its caller has set, as a model lies on one of its own, except where it is
+    decorated by `keeps_callers_mesh` too.
+
     Keywords that the call takes as `**options: Unpack[Options]` (PEP 692) stand one by one in the signature that
     notebooks and `help` show, and their descriptions, from the docstring of `Options`, end that of the call.
     """
@@ -87,13 +92,15 @@ def checks_keywords(call: Callable[P, R]) -> Callable[P, R]:
     by_name = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
     known = [x.name for x in signature.parameters.values() if x.kind in by_name]
     title = call.__qualname__.removesuffix(".__init__")
+    leave_mesh = contextlib.nullcontext if hasattr(call, "keeps_callers_mesh") else outside_callers_mesh
 
     @functools.wraps(call)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
         for name in kwargs:
             if name not in known:
                 raise UnknownKeyword(describe_unknown_keyword(title, name, known))
-        return call(*args, **kwargs)
+        with leave_mesh():
+            return call(*args, **kwargs)
 
     checked.__signature__ = signature  # type: ignore[attr-defined]
     if options is not None and checked.__doc__ and options.__doc__:  # `python -OO` strips all docstrings

@@ -26,8 +26,10 @@ from kvjax.eval.tasks.metrics import METRICS
 from kvjax.generation.memory_plan import planned_bytes
 from kvjax.models.model import Model
 from kvjax.registry.strings import Methods
+from kvjax.utils.mesh_context import leaves_callers_mesh
 
 
+@leaves_callers_mesh
 def evaluate(
     model: Model,
     methods: Methods,
