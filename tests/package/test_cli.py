@@ -154,7 +154,7 @@ def test_a_reader_that_has_enough_ends_it_quietly():
     ("args", "says"),
     [
         (["demo", "--methods", ""], "no method in ''"),
-        (["eval", "--budget-bytes", ""], "above 0 and at most 1, such as 1/4, got ''"),
+        (["eval", "--budget-bytes", ""], "above 0 and at most 1, such as 1/4, several with commas, got ''"),
         (["explore", "--text", "{here}", "--out", "page.html"], "cannot read --text {here}"),
         (["explore", "--text", "{here}/empty", "--out", "page.html"], "--text {here}/empty has no text"),
         (["explore", "--text", "{here}/bytes", "--out", "page.html"], "give a UTF-8 text file"),

@@ -57,7 +57,7 @@ def test_strings_are_taken_apart_and_joined():
     "text", ["0", "3/2", "half", "1/0", "-1/2", "1e-9999999999", "1e9999999999", "1/" + "9" * 5000]
 )
 def test_what_is_no_share_is_an_error(text):
-    with pytest.raises(KvjaxError, match="such as 1/4, got"):
+    with pytest.raises(KvjaxError, match="such as 1/4, several with commas, got"):
         equal_bytes.parse_shares(text)
 
 
