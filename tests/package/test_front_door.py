@@ -175,7 +175,7 @@ def test_a_misspelled_model_on_the_command_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text").write_text("a text")
     for words in ("generate --prompt a", "explore --text text", "eval", "demo", "check snapkv", "calibrate bases"):
-        option = ["smolm2-135m", "out"] if words.startswith("calibrate") else ["--model", "smolm2-135m"]
+        option = ["smolm2-135m", "table"] if words.startswith("calibrate") else ["--model", "smolm2-135m"]
         assert cli.main([*words.split(), *option]) == 2
         out = capsys.readouterr()
         assert "did you mean 'smollm2-135m'" in out.err and "Traceback" not in out.err, words
