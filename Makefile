@@ -1,6 +1,7 @@
 # make demo    four methods on the model that ships in the repository, a minute once installed; FULL=1 for eleven
 #              make demo MODEL=smollm2-135m   on a real model
 # make test    all tests                 make test ARGS="-k kcache"   some of them
+# make quick   the tests that a change needs at the desk: no documents, experiments, evaluations or processes
 # make adapters   google-tunix and gemma, in an environment of their own, and the tests of their adapters
 # make bench   all benchmarks, one after the other
 # make gpu       measurements that need a GPU, in stages of minutes; call it again after a cut, and it goes on
@@ -28,13 +29,16 @@ ADAPTERS := .venv-adapters
 DEMO := $(if $(filter testbed,$(MODEL)),$(firstword $(wildcard $(STAMP)) $(VENV)/.installed-demo),$(STAMP))
 BROWSER := $(VENV)/chromium/chromium
 
-.PHONY: demo test adapters bench gpu aot experiments docs dist check format clean
+.PHONY: demo test quick adapters bench gpu aot experiments docs dist check format clean
 
 demo: $(DEMO)
 	$(VENV)/bin/kvjax demo --model $(MODEL) $(if $(FULL),--full)
 
 test: $(STAMP) $(BROWSER)
 	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+
+quick: $(STAMP)
+	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --quick $(ARGS)
 
 adapters: $(ADAPTERS)/.installed
 	$(ADAPTERS)/bin/python -m pytest tests/adapters $(ARGS)

@@ -20,7 +20,7 @@ from kvjax.engine import forward
 from kvjax.generation import compile_options
 from kvjax.registry.loading import load_all
 from kvjax.registry.registration import REGISTRY
-from tests.helpers import program_cache
+from tests.helpers import program_cache, quick
 
 jax.config.update("jax_num_cpu_devices", 4)  # what a mesh needs; other tests use the first
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -48,6 +48,17 @@ def pytest_configure(config: pytest.Config) -> None:
     # Programs of one operation are most of what the tests compile, so none is too small or too quick to keep.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="only what a change needs at the desk, in minutes")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--quick"):
+        chosen = [item for item in items if quick.is_in(item)]
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
+        items[:] = chosen
 
 
 _count = itertools.count()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
+from typing import Any
 
 from kvjax.cache.protocol import BoundLayer
 from kvjax.errors import IncompatibleMethod
@@ -52,3 +54,29 @@ def bind_pair(a: str, b: str) -> BoundLayer | IncompatibleMethod:
         return layer.bind(pair_string(a, b))
     except IncompatibleMethod as error:
         return error
+
+
+STEP_COMPONENTS = ("k", "v", "side_store", "read", "attend", "decode")
+
+
+def component_classes(component: Any) -> set[type]:
+    """The classes of a component and of the components that it is made of."""
+    if not dataclasses.is_dataclass(component):
+        return set()
+    fields = (getattr(component, field.name) for field in dataclasses.fields(component))
+    return {type(component)}.union(*map(component_classes, fields))
+
+
+@functools.cache
+def representative_methods() -> tuple[str, ...]:
+    """Methods whose steps together run every class of component, for faults that are a component's and no method's."""
+    methods, known = [], set()
+    for name, case in FIRST_CASES.items():
+        bound_layer = layer.bind(case.small)
+        method = getattr(bound_layer, "method", bound_layer)
+        components = (getattr(x, part, None) for x in (method, bound_layer) for part in STEP_COMPONENTS)
+        new = {type(bound_layer)}.union(*map(component_classes, components)) - known
+        if new:
+            methods.append(name)
+            known |= new
+    return tuple(methods)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import chex
 import jax
@@ -24,7 +23,7 @@ from kvjax.testing.rules import RULES, Rule, changed_types
 from tests.contract import edges, layer
 from tests.contract.cases import CASES, FIRST_CASES
 from tests.contract.method_case import MethodCase
-from tests.contract.table import REGISTRY, layer_shape
+from tests.contract.table import REGISTRY, layer_shape, representative_methods
 
 LOSSLESS = [case for case in CASES if case.lossless]
 
@@ -61,32 +60,6 @@ def test_c1_at_its_limit_it_is_dense_attention(case: MethodCase, window):
     np.testing.assert_allclose(out, expected, atol=5e-6)
 
 
-STEP_COMPONENTS = ("k", "v", "side_store", "read", "attend", "decode")
-
-
-def component_classes(component: Any) -> set[type]:
-    """The classes of a component and of the components that it is made of."""
-    if not dataclasses.is_dataclass(component):
-        return set()
-    fields = (getattr(component, field.name) for field in dataclasses.fields(component))
-    return {type(component)}.union(*map(component_classes, fields))
-
-
-@functools.cache
-def eager_methods() -> tuple[str, ...]:
-    """Methods whose steps together run every class of component: what only eager code does wrong is a component's."""
-    methods, known = [], set()
-    for name, case in FIRST_CASES.items():
-        bound_layer = layer.bind(case.small)
-        method = getattr(bound_layer, "method", bound_layer)
-        components = (getattr(x, part, None) for x in (method, bound_layer) for part in STEP_COMPONENTS)
-        new = {type(bound_layer)}.union(*map(component_classes, components)) - known
-        if new:
-            methods.append(name)
-            known |= new
-    return tuple(methods)
-
-
 @each_case
 def test_c2_eager_jitted_scanned_and_chunked_agree(case: MethodCase):
     bound_layer, batch, state = prefill_case(case.small)
@@ -94,7 +67,7 @@ def test_c2_eager_jitted_scanned_and_chunked_agree(case: MethodCase):
     scanned = layer.decode(case.small, batch, state=state)
     np.testing.assert_allclose(np.moveaxis(steps, 1, 3), scanned, atol=1e-6)
     # Each operation is compiled by itself, which takes the longest.
-    if case is FIRST_CASES[case.method] and case.method in eager_methods():
+    if case is FIRST_CASES[case.method] and case.method in representative_methods():
         eager, _, _ = bound_layer.extend(state, *batch.token(0), 1, None)
         np.testing.assert_allclose(eager, scanned[:, :, :, :1], atol=1e-6)
     chunk, _ = layer.compile_extend(bound_layer, layer.STEPS)(state, batch.tokens(0, layer.STEPS))
