@@ -247,7 +247,7 @@ def _check_argument(method: str, parameter: inspect.Parameter, value: Any) -> No
         problem = f"parameter {name!r} of {method}: {e}"
     # Parameters of any type may be numbers: a budget is a number or a text.
     if isinstance(value, numbers.Real) and abs(cast(float, value)) > MAX_NUMBER:
-        problem = f"{method}: {name} must be at most {MAX_NUMBER:,}, got {value!r:.60}; no text is so long"
+        problem = f"{method}: {name} must be at most {MAX_NUMBER:,}, got {value!r:.60}; use less"
     if problem:
         raise KvjaxError(problem)
     default = None if parameter.default is parameter.empty else parameter.default

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import unicodedata
 from collections.abc import Iterable, Sequence
 from typing import cast
 
@@ -63,6 +64,8 @@ def parse_parts(text: str) -> tuple[Part, ...]:
     Raises:
       KvjaxError: an unknown name, with the nearest one, a wrong parameter, or a call or separators of another language.
     """
+    if not isinstance(text, str):
+        raise KvjaxError(f"a method's string is a text such as 'kcache:n=64', got {text!r:.80}")
     try:
         return _parse_parts(text)
     except KvjaxError as e:
@@ -74,7 +77,8 @@ def parse_parts(text: str) -> tuple[Part, ...]:
 def _describe_separators(text: str) -> str:
     """The error text for a string of known methods with other separators, or of several methods; "" for another."""
     written, known = "", load_all()
-    for word in re.findall(r"\+|[^\s+:;,|&]+", text):
+    # NFKC, since input methods of East Asian scripts write the separators in full width.
+    for word in re.findall(r"\+|[^\s+:;,|&]+", unicodedata.normalize("NFKC", text)):
         begins, has_parameters = not written or written.endswith("+ "), ":" in re.split(r"[;+]", written)[-1]
         if word == "+" and not begins:
             written += " + "
@@ -86,7 +90,7 @@ def _describe_separators(text: str) -> str:
             return ""
     # Spaces, and separators at an end, change nothing.
     said, meant = (re.sub(r"\s|[:,]+(?=\s*([+;]|$))", "", x) for x in (text, written))
-    if said != meant:
+    if written and said != meant:
         return (
             f"{text!r:.200} is no method: `;` separates methods, `+` composes them, `:` begins a method's parameters "
             f"and `,` separates these; write {written!r:.200}"
@@ -100,19 +104,20 @@ def _parse_parts(text: str) -> tuple[Part, ...]:
     parts, pieces = [], text.split("+")
     for i, part in enumerate(pieces, 1):
         name, _, arguments = part.partition(":")
-        if not name.strip():
-            others = " + ".join(filter(None, map(str.strip, pieces)))
+        if not re.search(r"\w", name):
+            others = " + ".join(piece.strip() for piece in pieces if re.search(r"\w", piece))
             problem = f"part {i} of {text!r:.200} names no method, and one stands on each side of a `+`"
             if len(pieces) == 1:
                 problem = f"no method in {text!r:.200}"
             raise KvjaxError(f"{problem}; write {others if others and others != text else 'snapkv:budget=256'!r:.200}")
         entry = find_entry(name.strip())
-        known, defaults, values = entry.parameters, entry.defaults, {}
+        known, defaults, values, before = entry.parameters, entry.defaults, {}, ""
         for argument in filter(str.strip, arguments.split(",")):
             key, _, value = (x.strip() for x in argument.partition("="))
             where, problem = f"parameter {key!r} of {entry.name}", ""
             if key not in known:
-                problem = _describe_cut_path(key) or describe_unknown_parameter(entry.name, key, list(known))
+                path = _describe_cut_path(key if "=" in argument else f"{before},{key}")
+                problem = path or describe_unknown_parameter(entry.name, key, list(known))
             elif not value:
                 problem = f"{where} needs a value, as in {key}={defaults.get(key, '..')}"
             elif key in values:
@@ -128,6 +133,7 @@ def _parse_parts(text: str) -> tuple[Part, ...]:
                     problem = f"{where} is {want.__name__}, got {value!r:.60}{default}"
             if problem:
                 raise KvjaxError(problem)
+            before = argument
         parts.append(Part(entry.name, values))
     return tuple(parts)
 

@@ -72,6 +72,10 @@ def dtype_name(word: str) -> str:
 
 
 def suggest_name(name: str, known: Iterable[str], likeness: float = 0.5) -> str:
-    """A question for the known name that is nearest to an unknown one, or "" where none has that likeness, 0 to 1."""
-    close = difflib.get_close_matches(name, list(known), 1, likeness)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    """A question for the known name that is nearest to an unknown one, or "" where none has that likeness, 0 to 1.
+
+    Capital letters make no difference: papers write H2O and KIVI.
+    """
+    by_lower = {x.lower(): x for x in known}
+    close = difflib.get_close_matches(name.lower(), by_lower, 1, likeness)
+    return f"; did you mean {by_lower[close[0]]!r}?" if close else ""

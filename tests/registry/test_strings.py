@@ -85,6 +85,12 @@ def test_the_plan_keeps_the_first_layers_on_the_device():
         ("+", "part 1 of '\\+' names no method, .* write 'snapkv:budget=256'$"),
         ("", "no method in ''; write 'snapkv:budget=256'$"),
         (":budget=4", "no method in ':budget=4'"),
+        (";", "no method in ';'; write 'snapkv:budget=256'$"),
+        (" , ", "no method in ' , '; write 'snapkv:budget=256'$"),
+        ("SNAPKV", "unknown method 'SNAPKV'; did you mean 'snapkv'"),
+        ("H2O:heavy=4", "unknown method 'H2O'; did you mean 'h2o'"),
+        ("kivi:BITS=4", "kivi has no parameter 'BITS'; did you mean 'bits'"),
+        ("random:seed=9999999999", "seed must be at most 1,073,741,824, got 9999999999; use less$"),
         ("snapkv:budget", "'budget' of snapkv needs a value, as in budget=1024$"),
         ("snapkv:budget=", "'budget' of snapkv needs a value, as in budget=1024$"),
         ("snapkv:budget=4,budget=4", "'budget' of snapkv is given twice; leave one of them out$"),
@@ -121,6 +127,8 @@ def test_separators_that_separate_nothing_do_no_harm(text):
         ("snapkv,budget=64,window=8", "snapkv:budget=64,window=8"),
         ("snapkv:budget=64:window=8", "snapkv:budget=64,window=8"),
         ("snapkv:window=8 budget=64", "snapkv:window=8,budget=64"),
+        ("full\uff1bsnapkv\uff1abudget=64", "full; snapkv:budget=64"),  # separators of full width
+        ("snapkv\uff0bkivi", "snapkv + kivi"),
     ],
 )
 def test_other_separators_are_named_with_the_string_that_is_meant(text, meant):
@@ -172,12 +180,18 @@ def test_a_method_of_ones_own_may_have_a_family_of_the_list_only(clean_registry)
         register_method(family="mine")(idea)
 
 
-@pytest.mark.parametrize("text", ["cskv:table=runs+v2/t.st", "cskv:table=a,b/t.st"])
+@pytest.mark.parametrize("text", ["cskv:table=runs+v2/t.st", "cskv:table=a,b/t.st", "cskv:table=runs/a,b.st"])
 def test_a_path_that_is_cut_by_what_divides_methods_is_recognised(text):
-    with pytest.raises(
-        KvjaxError, match="/t.st' seems to be the end of a path, and a path in a method's string has no"
-    ):
+    with pytest.raises(KvjaxError, match=".st' seems to be the end of a path, and a path in a method's string has no"):
         parse(text)
+    with pytest.raises(KvjaxError, match="cskv has no parameter 'size'"):
+        parse("cskv:table=runs/t.st,size=4")
+
+
+@pytest.mark.parametrize("value", [None, 5, b"snapkv", ["snapkv"]])
+def test_what_is_no_text_is_no_string_of_a_method(value):
+    with pytest.raises(KvjaxError, match="a method's string is a text such as 'kcache:n=64', got "):
+        parse(value)
 
 
 def test_a_method_of_ones_own_needs_no_docstring(clean_registry):

@@ -150,7 +150,8 @@ def _read(path: str, digest: str) -> tuple[dict[str, str], dict[str, np.ndarray]
         with safe_open(path, "numpy") as file:
             return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as e:
-        raise KvjaxError(f"{path} is no safetensors file that can be read: {e}") from None
+        problem = f"{path} is no safetensors file that can be read ({e})"
+        raise KvjaxError(f"{problem}; give what `kvjax calibrate` made") from None
 
 
 def write(

@@ -68,7 +68,7 @@ def test_what_is_no_table_says_so(tmp_path):
     with pytest.raises(KvjaxError, match="no table of heads can be read from .*No such file.*kvjax calibrate heads"):
         TableFile(str(tmp_path / "none"), "heads")
     (tmp_path / "text").write_text("hello")
-    with pytest.raises(KvjaxError, match="is no safetensors file"):
+    with pytest.raises(KvjaxError, match=r"is no safetensors file .*; give what `kvjax calibrate` made"):
         TableFile(str(tmp_path / "text"), "heads").layer_arrays(SPEC)
     with pytest.raises(KvjaxError, match="1 sets of arrays for 2 layers"):
         table_file.write(tmp_path / "few", "heads", SPEC, [{}])
