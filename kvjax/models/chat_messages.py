@@ -85,6 +85,8 @@ def render_conversations(template: ChatTemplate | None, messages: Messages, opti
 def _find_option_mistakes(template: CompiledTemplate, options: TemplateOptions) -> Iterator[str]:
     """Yields mistakes in the inputs other than messages; an input that a template does not read would be lost."""
     tools, documents, variables = (options.get(x) for x in ("tools", "documents", "chat_template_kwargs"))
+    if (is_continued := options.get("continue_final_message")) not in (True, False, None):
+        yield f"continue_final_message is True or False, got {is_continued!r:.60}"
     for name, value in (("tools", tools), ("documents", documents)):
         if value and name not in template.names:
             yield (

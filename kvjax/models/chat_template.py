@@ -42,7 +42,7 @@ class ChatTemplate:
         """Reads the templates of a directory, if it has any, and the special tokens.
 
         They stand in `chat_template.jinja` and `additional_chat_templates/NAME.jinja`. Without a default one there, the
-        `chat_template` of `tokenizer_config.json`, a text or a list with names, is read too.
+        `chat_template` of `tokenizer_config.json`, a text or several with names, is read too.
 
         Raises:
           KvjaxError: for a damaged file.
@@ -77,7 +77,7 @@ class ChatTemplate:
         name = chosen
         if name is None:
             name = "tool_use" if with_tools and "tool_use" in sources else "default"
-        if name in sources:
+        if isinstance(name, str) and name in sources:
             return sources[name]
         if not isinstance(name, str) or "{" not in name:  # a text without it would be the same prompt for all messages
             raise KvjaxError(
@@ -149,8 +149,8 @@ def _named_failures() -> Iterator[None]:
         if not isinstance(e, _Refusal):
             what = (
                 f"fails with {type(e).__name__}: {str(e)[:500]!r}; mend {FILE} (or the chat_template of {CONFIG}) in "
-                "the source of the model and convert it again, or write the text that the model expects yourself and "
-                "give it to kvjax.generate"
+                "the source of the model and convert it again, or the template that you gave as chat_template, or "
+                "write the text that the model expects yourself and give it to kvjax.generate"
             )
         raise KvjaxError(f"the model's chat template {what}") from e
 
@@ -191,16 +191,17 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def _config_templates(raw: Any, file: Path | Traversable) -> dict[str, str]:
-    """The templates of `tokenizer_config.json` by name: none, a text, or several with one called "default"."""
+    """The templates of `tokenizer_config.json` by name: none, a text, or several."""
     if raw is None:
         return {}
     try:
-        templates = {x["name"]: x["template"] for x in raw} if isinstance(raw, list) else {"default": raw}
-        if "default" in templates and all(isinstance(x, str) for texts in templates.items() for x in texts):
+        templates = {x["name"]: x["template"] for x in raw} if isinstance(raw, list) else raw
+        templates = templates if isinstance(templates, dict) else {"default": templates}
+        if templates and all(isinstance(x, str) for texts in templates.items() for x in texts):
             return templates
     except (KeyError, TypeError):
         pass
     raise KvjaxError(
-        f'the "chat_template" of {file} is neither a text nor a list of names and templates with one called '
-        f'"default"; write the one you want into {FILE} in the source of the model, and convert that'
+        f'the "chat_template" of {file} is neither a text nor a list of names and templates; write the one you want '
+        f"into {FILE} in the source of the model, and convert that"
     )

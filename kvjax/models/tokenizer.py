@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
+import operator
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -131,6 +133,8 @@ class Tokenizer:
         return encoding
 
     def _encode(self, text: str, special_tokens: bool, parse_special: bool = True) -> tokenizers.Encoding:
+        if not isinstance(text, str):
+            raise KvjaxError(f"a text is a str, got {text!r:.80}; decode bytes, and give each text of a list by itself")
         try:
             text.encode()
         except UnicodeEncodeError as e:
@@ -176,9 +180,8 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Decodes the ids of a whole text, by default without special tokens."""
-        ids = [int(i) for i in ids]
-        with _convert_errors(f"{self.file} fails to decode {len(ids):,} ids"):
-            return self.inner.decode(ids, skip_special_tokens=skip_special_tokens)
+        with _convert_errors(f"{self.file} fails to decode ids", "give a flat list of ids of its vocabulary"):
+            return self.inner.decode([operator.index(i) for i in ids], skip_special_tokens=skip_special_tokens)
 
     def decode_continuation(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Decodes ids that follow other tokens, by default without special tokens.
@@ -189,7 +192,7 @@ class Tokenizer:
         if self._word is None:
             return self.decode(ids, skip_special_tokens)
         word, text = self._word
-        return self.decode([word, *ids], skip_special_tokens)[len(text) :]
+        return self.decode(itertools.chain([word], ids), skip_special_tokens)[len(text) :]
 
     @functools.cached_property
     def opening_ids(self) -> list[int]:
@@ -220,7 +223,7 @@ class Tokenizer:
 
     def token_id(self, token: str) -> int:
         """Returns the id of a token; raises KvjaxError if the vocabulary lacks it."""
-        token_id = self.inner.token_to_id(token)
+        token_id = self.inner.token_to_id(token) if isinstance(token, str) else None
         if token_id is None:
             raise KvjaxError(f"{token!r} is not in the vocabulary of {self.vocab_size} tokens; spell it as {FILE} does")
         return token_id

@@ -184,6 +184,15 @@ def test_where_a_template_comes_from(directory):
     assert read == ChatTemplate("a", expected) and hash(read) == hash(ChatTemplate("a", expected))
     several = [{"name": "rag", "template": "b"}, {"name": "default", "template": "c"}]
     assert ChatTemplate.from_directory(directory(tokens | {"chat_template": several})).source == "c"
+    # As in transformers: a mapping is the same, and templates that all have a name are chosen by it.
+    by_name = {"rag": "b", "default": "c"}
+    read = ChatTemplate.from_directory(directory(tokens | {"chat_template": by_name}))
+    assert read == ChatTemplate("c", expected, (("rag", "b"),))
+    for named in (several[:1], {"rag": "b"}):
+        read = ChatTemplate.from_directory(directory(tokens | {"chat_template": named}))
+        assert read == ChatTemplate(None, expected, (("rag", "b"),)) and read.find("rag") == "b"
+        with pytest.raises(KvjaxError, match="templates are called rag, and none is called 'default'"):
+            read.find()
     assert ChatTemplate.from_directory(directory(jinja="d")) == ChatTemplate("d", expected)
 
 
@@ -193,7 +202,8 @@ def test_where_a_template_comes_from(directory):
         ("{", "tokenizer_config.json is not valid JSON"),
         ("[" * 100_000, "tokenizer_config.json is not valid JSON"),
         ("[]", "does not hold a JSON object"),
-        ({"chat_template": [{"name": "rag", "template": "b"}]}, 'one called "default"; write'),
+        ({"chat_template": []}, "neither a text nor a list of names and templates; write"),
+        ({"chat_template": {"rag": 3}}, "neither a text nor a list"),
         ({"chat_template": 3}, "neither a text nor a list"),
         ({"chat_template": [{"name": [], "template": "b"}]}, "neither a text nor a list"),
     ],

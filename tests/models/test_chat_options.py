@@ -394,3 +394,20 @@ def test_stream_chat_yields_the_text_of_chat(model):
         kvjax.stream_chat(model, USER, logprobs=True)
     with pytest.raises(KvjaxError, match="no tokenizer.json"):
         kvjax.stream_chat(dataclasses.replace(model, tokenizer=None), USER)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"chat_template": ["brief"]}, r"none is called \['brief'\]"),
+        (
+            {"chat_template": "{% if"},
+            "TemplateSyntaxError: .*; mend .*, or the template that you gave as chat_template, or",
+        ),
+        ({"continue_final_message": "no"}, "continue_final_message is True or False, got 'no'"),
+        ({"continue_final_message": 2}, "continue_final_message is True or False, got 2"),
+    ],
+)
+def test_a_template_that_fails_and_options_of_other_types_are_refused(options, says):
+    with pytest.raises(KvjaxError, match=says):
+        render_conversations(ChatTemplate(THINKING), USER, options)

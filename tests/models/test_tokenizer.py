@@ -7,6 +7,7 @@ import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
@@ -181,3 +182,27 @@ def test_many_threads_read_texts_in_both_ways():
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda plain: tokenizer.encode_prompt("a<s>b", parse_special=not plain), [0, 1] * 200))
     assert found == [[64, 256, 65], [64, 27, 82, 29, 65]] * 200
+
+
+@pytest.mark.parametrize("value", [None, 5, b"x", ["x"]])
+def test_what_is_no_text_is_refused(value):
+    tokenizer = Tokenizer(byte_level())
+    for encode in (tokenizer.encode, tokenizer.encode_prompt, tokenizer.encode_continuation):
+        with pytest.raises(KvjaxError, match="a text is a str, got"):
+            encode(value)
+    with pytest.raises(KvjaxError, match="is not in the vocabulary"):
+        tokenizer.token_id(value)
+
+
+@pytest.mark.parametrize("ids", ["12", [-1], [2**40], [1.0], 5, [[1, 2]], [None]])
+def test_what_are_no_ids_are_refused(ids):
+    tokenizer = Tokenizer(byte_level())
+    for decode in (tokenizer.decode, tokenizer.decode_continuation):
+        with pytest.raises(KvjaxError, match="fails to decode ids .*; copy it again, or give a flat list of ids"):
+            decode(ids)
+
+
+def test_ids_may_be_of_numpy_and_jax():
+    tokenizer = Tokenizer(byte_level())
+    for ids in ([0, 1], np.array([0, 1]), jnp.array([0, 1]), [np.int32(0), jnp.int32(1)], iter([0, 1])):
+        assert tokenizer.decode(ids) == tokenizer.decode([0, 1])
