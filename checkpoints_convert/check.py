@@ -93,7 +93,7 @@ def _list_values(value: Any, name: str = "") -> dict[str, Any]:
 
 def missing_packages(src: str | Path) -> tuple[str, ...]:
     """Returns those packages that transformers needs to load a directory or a GGUF file and that are not installed."""
-    needed = ("accelerate", "torch", "transformers") if Path(src).is_file() else ("torch", "transformers")
+    needed = ("accelerate", "torch", "transformers") if expand_user(src).is_file() else ("torch", "transformers")
     return tuple(name for name in needed if importlib.util.find_spec(name) is None)
 
 
@@ -134,7 +134,7 @@ def logit_difference(src: str | Path, dst: str | Path, record: checkpoint.Manife
 def transformers_logits(src: str | Path, prompts: list[np.ndarray], dtype: str) -> list[np.ndarray]:
     """Computes logits [T V] of each prompt with transformers, in float32 from weights rounded to `dtype`."""
     torch, transformers = (import_optional(n, "comparing logits needs", "parity") for n in ("torch", "transformers"))
-    directory, options = Path(src), {"dtype": torch.float32, "attn_implementation": "eager"}
+    directory, options = expand_user(src), {"dtype": torch.float32, "attn_implementation": "eager"}
     if directory.is_file():
         options["gguf_file"] = directory.name
         directory = directory.parent

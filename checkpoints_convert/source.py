@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from checkpoints_convert import mxfp4
 from kvjax.errors import KvjaxError, escape_unprintable
-from kvjax.models import chat_template, tokenizer
+from kvjax.models import chat_template, checkpoint, tokenizer
 from kvjax.models.tokenizer import Tokenizer
 from kvjax.utils.files import parse_json_object
 
@@ -29,6 +29,7 @@ REMEDIES = {
     ".gguf": "give the GGUF file itself in place of its directory",
     "adapter_model.safetensors": "this is an adapter; merge it into its base model and save that",
     "consolidated.safetensors": "this is the publisher's own layout; use the Hugging Face layout of the model",
+    ".safetensors": f"copy {INDEX} of the shards there too, or call the one file of a model {SINGLE}",
 }
 """End of a file's name -> remedy, for files that lie where the weights should be."""
 
@@ -90,6 +91,8 @@ class Directory:
             what = f"{directory} has no config.json"
             if not os.path.isdir(self.directory):
                 what = f"{directory} is a file" if os.path.isfile(directory) else f"there is no directory {directory}"
+            elif checkpoint.is_checkpoint(self.directory):
+                what = f"{directory} is a kvjax checkpoint already"
             problem = f"{what}; give the directory that holds config.json and the weights"
         else:
             self.config: dict[str, Any] = config

@@ -411,7 +411,7 @@ def _generate(args: argparse.Namespace) -> None:
             raise KvjaxError(f"{option} is part of what --{whole} asks for; add --{whole}, or leave {option} out")
     template = _template_options(args)
     prompts = args.prompt or [
-        sys.stdin.buffer.read().decode("utf-8-sig") if name == "-" else read_text_file(Path(name), "--prompt-file")
+        read_text_file(expand_user(name), "--prompt-file", sys.stdin.buffer.read() if name == "-" else None)
         for name in args.prompt_file
     ]
     model = kvjax.load(

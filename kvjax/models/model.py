@@ -172,11 +172,11 @@ def load(
     """
     use_compilation_cache()
     dtype = None if dtype is None else float_type(dtype)
-    name = os.fspath(path) if isinstance(path, os.PathLike) else str(path)
-    directory = expand_user(path) if isinstance(path, os.PathLike) else find_checkpoint(name)
+    directory = find_checkpoint(path) if isinstance(path, str) else expand_user(path)
+    name = os.fspath(path)
     if isinstance(path, str) and isinstance(directory, pathlib.Path) and not os.path.exists(directory):
         names = ["testbed", *(model for resolver in _resolvers() for model in resolver.MODELS)]
-        close = difflib.get_close_matches(name.lower().rpartition("/")[2], names, 1)
+        close = difflib.get_close_matches(name.lower().rstrip("/").rpartition("/")[2], names, 1)
         mean = f"did you mean {close[0]!r}? Models" if close else "models"
         raise KvjaxError(
             f"there is no checkpoint directory {name}, and no model of that name; {mean} that go by a name: "

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from kvjax.errors import KvjaxError, KvjaxWarning
 from kvjax.registry.registration import REGISTRY, MethodEntry, import_builtin_methods, is_builtin, source_file
+from kvjax.utils.files import expand_user
 
 ENTRY_POINT_GROUP = "kvjax.methods"
 """The group of entry points in which an installed package names its methods."""
@@ -44,7 +45,7 @@ def load_methods(source: str | os.PathLike[str]) -> tuple[str, ...]:
       ('value_norm',)
     """
     text, before = os.fspath(source), dict(load_all())
-    path = Path(text)
+    path = expand_user(text)
     # A package's folder may be given as a module's name: it is no path to a file.
     is_file = text.endswith(".py") or os.sep in text or (path.exists() and not (path / "__init__.py").exists())
     problem = ""
@@ -171,11 +172,11 @@ def _explain(error: BaseException, source: str, is_file: bool) -> str:
     # The last line of the user's, whatever kvjax and Python's import did below it.
     machinery = ("<", str(Path(__file__).parent.parent), os.path.dirname(importlib.__file__))
     frames = [x for x in traceback.extract_tb(error.__traceback__) if not x.filename.startswith(machinery)]
-    frames = [x for x in frames if x.filename == str(Path(source).resolve())] or frames
+    frames = [x for x in frames if x.filename == str(expand_user(source).resolve())] or frames
     file, line = (frames[-1].filename, frames[-1].lineno) if frames else ("", None)
     if isinstance(error, SyntaxError) and error.filename:
         file, line = error.filename, error.lineno
-    where = source if file in ("", str(Path(source).resolve())) else f"{source}: {os.path.relpath(file)}"
+    where = source if file in ("", str(expand_user(source).resolve())) else f"{source}: {os.path.relpath(file)}"
     where = f"{where}, line {line}" if line else where
     if isinstance(error, SystemExit):
         return f"{where}: it ends the program as it is loaded; put that below `if __name__ == '__main__':`"

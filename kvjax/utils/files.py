@@ -17,7 +17,12 @@ from kvjax.errors import KvjaxError
 
 
 def expand_user(path: str | os.PathLike[str]) -> Path:
-    """Returns the path with the home directory for a leading `~`, which a shell leaves in `--out=~/x` and in Python."""
+    """Returns the path with the home directory for a leading `~`, which a shell leaves in `--out=~/x` and in Python.
+
+    Raises KvjaxError for what is no path.
+    """
+    if not isinstance(path, str | os.PathLike) or "\0" in os.fspath(path):
+        raise KvjaxError(f"{path!r:.80} is no path; give a text or a pathlib.Path")
     expanded = Path(os.path.expanduser(path))
     # A Path of "./~x" is one of "~x", which the next call would expand.
     return expanded.absolute() if str(expanded).startswith("~") else expanded
@@ -45,7 +50,7 @@ def make_folder(path: str | os.PathLike[str], option: str = "") -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         problem = "" if os.access(folder, os.W_OK | os.X_OK) else "it may not be written"
     except FileExistsError:
-        problem = "there is a file of that name"
+        problem = "there is a file of that name" if os.path.exists(folder) else "it is a link that leads nowhere"
     except (OSError, ValueError) as e:  # the latter for a path with a null byte
         problem = getattr(e, "strerror", None) or str(e)
     if problem:
@@ -54,13 +59,14 @@ def make_folder(path: str | os.PathLike[str], option: str = "") -> Path:
     return folder
 
 
-def read_text_file(path: Path | Traversable, name: str) -> str:
+def read_text_file(path: Path | Traversable, name: str, content: bytes | None = None) -> str:
     """Reads a UTF-8 file as it is, but for a byte order mark at its beginning, which belongs to the file.
 
-    Raises KvjaxError with `name`, the option or argument that gave the path, if that fails.
+    Raises KvjaxError with `name`, the option or argument that gave the path, if that fails. `content` is that of a
+    stream, which has no path.
     """
     try:
-        return path.read_bytes().decode("utf-8-sig")
+        return (path.read_bytes() if content is None else content).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as e:
         raise KvjaxError(f"cannot read {name} {path} ({e}); give a UTF-8 text file") from e
 
@@ -137,7 +143,12 @@ def lock(file: Path, folder: Path) -> Iterator[None]:
 
     Raises:
       Busy: another process holds the lock.
+      Unwritable: the file cannot be made.
     """
+    try:
+        file.touch()  # a lock that cannot be made for another reason would count as held
+    except OSError as e:
+        raise Unwritable(f"cannot write into {file.parent} ({e.strerror}); give a folder that may be written") from e
     try:
         with filelock.FileLock(file, blocking=False):
             try:

@@ -154,6 +154,23 @@ def test_a_file_in_the_place_of_a_source_is_named(tmp_path):
         convert(tmp_path / ("x" * 300), tmp_path / "out")
 
 
+def test_a_checkpoint_of_kvjax_is_not_converted_again(tmp_path):
+    checkpoint.save(tmp_path / "model", MODEL.config, MODEL.params)
+    for read in (lambda x: convert(x, tmp_path / "out"), lambda x: check(x, ROOT / "llama2", compare_logits=False)):
+        with pytest.raises(
+            KvjaxError, match="is a kvjax checkpoint already; give the directory that holds config.json"
+        ):
+            read(tmp_path / "model")
+
+
+@pytest.mark.parametrize("name", ["weights.safetensors", "model-00001-of-00001.safetensors"])
+def test_weights_without_their_index_or_under_another_name_are_not_called_absent(tmp_path, name):
+    shutil.copytree(ROOT / "llama2", tmp_path / "source")
+    (tmp_path / "source" / "model.safetensors").rename(tmp_path / "source" / name)
+    with pytest.raises(KvjaxError, match=f"has {name} but .*: copy .*index.json .* or call .* model.safetensors$"):
+        convert(tmp_path / "source", tmp_path / "out")
+
+
 @pytest.mark.parametrize("name", ["a\\b", "a b#%?.npz", "日本", "~"])
 def test_a_context_is_saved_and_resumed_by_any_path(tmp_path, monkeypatch, name):
     context = kvjax.read(MODEL, [[1, 2, 3]], "full", room=2)
@@ -174,6 +191,25 @@ def test_a_context_that_is_not_there_is_not_called_damaged(tmp_path):
         for read in (kvjax.resume, kvjax.cachegen.read):
             with pytest.raises(KvjaxError, match="cannot read .*; give the path of a file that was saved"):
                 read(MODEL, path)
+
+
+@pytest.mark.parametrize("path", [None, 5, b"model", ["model"], "a\0b"], ids=repr)
+def test_what_is_no_path_is_refused(path):
+    context = kvjax.read(MODEL, [[1, 2, 3]], "full", room=2)
+    calls = [
+        lambda: kvjax.load(path),
+        lambda: checkpoint.save(path, MODEL.config, MODEL.params),
+        lambda: convert(path, "out"),
+        lambda: convert(ROOT / "llama2", path),
+        lambda: check(path, "out", compare_logits=False),
+        lambda: describe(path),
+        lambda: context.save(path),
+        lambda: kvjax.resume(MODEL, path),
+        lambda: kvjax.cachegen.write(path, context),
+    ]
+    for call in calls:
+        with pytest.raises(KvjaxError, match="is no path; give a text or a pathlib.Path"):
+            call()
 
 
 def test_files_that_may_not_be_read_are_not_called_damaged(tmp_path, monkeypatch):

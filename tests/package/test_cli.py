@@ -50,6 +50,16 @@ def test_a_prompt_is_its_file_without_the_byte_order_mark(text, mark, tmp_path, 
     assert found == [[text]] * 3
 
 
+def test_a_prompt_file_lies_in_the_home_directory_or_says_which_bytes_are_wrong(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "prompt.txt").write_text("def f")
+    args = ["generate", "--max-new-tokens", "1", "--prompt-file"]
+    assert cli.main([*args, "~/prompt.txt"]) == 0
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\xff")))
+    assert cli.main([*args, "-"]) == 2
+    assert "kvjax: cannot read --prompt-file - ('utf-8'" in capsys.readouterr().err
+
+
 def test_methods_lists_every_method_with_source_and_defaults(capsys):
     assert cli.main(["methods", "--json"]) == 0
     methods = {m["name"]: m for m in json.loads(capsys.readouterr().out)}

@@ -62,6 +62,15 @@ def write(path, text=VALUE_NORM, name="value_norm", sign=""):
     return path
 
 
+def test_a_file_is_loaded_from_the_home_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write(tmp_path / "mine.py")
+    assert load_methods("~/mine.py") == ("value_norm",)
+    write(tmp_path / "worse.py", "x = 1\n1 / 0\n")
+    with pytest.raises(KvjaxError, match=r"~/worse.py.*line 2"):
+        load_methods("~/worse.py")
+
+
 def test_a_loaded_method_works_in_strings_wherever_methods_do(tmp_path):
     model = toy_model(layers=1)
     with pytest.raises(

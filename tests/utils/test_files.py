@@ -9,7 +9,16 @@ from pathlib import Path
 import pytest
 
 from kvjax.errors import KvjaxError, escape_unprintable
-from kvjax.utils.files import Busy, lock, parse_json_object, read_text_file, replace_atomically, write_text
+from kvjax.utils.files import (
+    Busy,
+    Unwritable,
+    lock,
+    make_folder,
+    parse_json_object,
+    read_text_file,
+    replace_atomically,
+    write_text,
+)
 
 
 @pytest.mark.parametrize("content", ["[" * 100_000 + "]" * 100_000, "{", b"\xff{}", "1" * 5000, "[1]"])
@@ -25,6 +34,20 @@ def test_one_holder_of_a_lock_at_a_time(tmp_path):
     with pytest.raises(OSError, match="full"), lock(tmp_path / "lock", tmp_path):
         raise OSError("full")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_lock_that_cannot_be_made_is_not_held_by_another_process(tmp_path):
+    with pytest.raises(Unwritable, match="cannot write into .*absent .No such file or directory.; give a folder"):
+        lock(tmp_path / "absent" / "lock", tmp_path).__enter__()
+
+
+def test_a_link_that_leads_nowhere_is_not_called_a_file(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "absent")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "file").write_text("mine")
+    for name, problem in (("link", "a link that leads nowhere"), ("loop", "a link"), ("file", "a file of that name")):
+        with pytest.raises(Unwritable, match=f"cannot write into .*{name} .*{problem}"):
+            make_folder(tmp_path / name)
 
 
 def test_escape_codes_are_spelled_out():
@@ -104,3 +127,5 @@ def test_a_file_in_another_encoding_is_named(tmp_path):
     (tmp_path / "text").write_bytes("a".encode("utf-16"))
     with pytest.raises(KvjaxError, match="cannot read --text .*; give a UTF-8 text file"):
         read_text_file(tmp_path / "text", "--text")
+    with pytest.raises(KvjaxError, match="cannot read --text - .*; give a UTF-8 text file"):
+        read_text_file(Path("-"), "--text", b"\xff")

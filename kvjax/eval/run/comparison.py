@@ -15,7 +15,7 @@ from kvjax.errors import KvjaxError
 from kvjax.eval.page import summary
 from kvjax.eval.page.summary import EvalRow
 from kvjax.utils import display
-from kvjax.utils.files import write_text
+from kvjax.utils.files import expand_user, write_text
 from kvjax.utils.packages import import_optional
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class Comparison(Sequence[EvalRow]):
         """Returns the rows as a JSON list, and writes it to `path` if there is one."""
         text = json.dumps(self.to_dicts(), indent=2) + "\n"
         if path is not None:
-            write_text(Path(path), text)
+            write_text(expand_user(path), text)
         return text
 
     def plot(self, path: str | Path | None = None) -> Figure:
@@ -92,5 +92,5 @@ class Comparison(Sequence[EvalRow]):
             raise KvjaxError("there is no row with both a quality and bytes to draw; compare methods on a task first")
         figure = plots.figure(plots.Plot("tradeoff", "tradeoff", panels, length, styles))
         if path is not None:
-            figure.savefig(Path(path), dpi=150)
+            figure.savefig(expand_user(path), dpi=150)
         return figure

@@ -16,6 +16,7 @@ import numpy as np
 from kvjax.errors import KvjaxError
 from kvjax.models.model import Model
 from kvjax.utils import arguments
+from kvjax.utils.files import expand_user
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -76,7 +77,7 @@ class Spec:
         arguments.integer("seed", self.seed, 0, 2**64 - 1)
         for name in ("text", "data"):
             path = getattr(self, name)
-            object.__setattr__(self, name, None if path is None else Path(path))
+            object.__setattr__(self, name, None if path is None else expand_user(path))
 
 
 Maker = Callable[[Model, Spec], Iterable[Case]]

