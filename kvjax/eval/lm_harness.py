@@ -261,7 +261,7 @@ class KvjaxLM(TemplateLM):
         if options.get("do_sample") is False or not sampling["temperature"]:
             sampling = {}  # greedy, whatever the filters are
         sampling |= {name: options[name] for name in (*PENALTIES, "skip_special_tokens") if name in options}
-        stops = [stop for stop in ([until] if isinstance(until, str) else until) if stop]
+        stops = [stop for stop in (until if isinstance(until, list | tuple) else [until]) if stop]
         return stops, next(limits, self.max_gen_toks), sampling
 
     def _keep_end(self, prompt: list[int], num_following: int) -> list[int]:

@@ -21,6 +21,7 @@ Stop = str | Sequence[str]
 
 STOP_CHECK_INTERVAL = 8  # decode steps between two checks of a batch's text
 UNFINISHED = "\ufffd"  # a tokenizer's sign for a character that still lacks some of its bytes
+CHARACTER_BYTES = 4  # at most, in UTF-8
 
 
 def parse_eos_ids(model: Model, eos_ids: Sequence[int] | int | None) -> Array:
@@ -48,7 +49,7 @@ class AnswerText:
     def shown(self, tokens: Sequence[int]) -> str:
         """Decodes tokens, without the id that ended them; stop strings are not looked for."""
         has_eos = len(tokens) > 0 and tokens[-1] in self.eos_ids
-        return self.tokenizer.decode_continuation(tokens[:-1] if has_eos else tokens, self.skip_special_tokens)
+        return self._decode(tokens[:-1] if has_eos else tokens, self.skip_special_tokens)
 
     def is_stopped(self, tokens: Sequence[int]) -> bool:
         """Whether the tokens contain a stop string."""
@@ -83,11 +84,24 @@ class AnswerText:
             # are decoded without them; what is left are characters of the next token.
             whole = next(n for n in range(len(tokens), -1, -1) if before.startswith(self._written(tokens[:n])))
             rest = before[len(self._written(tokens[:whole])) :]
-            before = self.tokenizer.decode_continuation(tokens[:whole]) + rest
+            before = self._decode(tokens[:whole]) + rest
         return text if before == written else os.path.commonprefix([text, before])
 
     def _written(self, tokens: Sequence[int]) -> str:
-        return self.tokenizer.decode_continuation(tokens, skip_special_tokens=False)
+        return self._decode(tokens, skip_special_tokens=False)
+
+    def _decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Decodes tokens, those of a last character that lacks some of its bytes by themselves.
+
+        SentencePiece's decoders read a run of bytes as a whole, so that such a character would hide those before it.
+        """
+        decode = self.tokenizer.decode_continuation
+        text = decode(tokens, skip_special_tokens)
+        for n in range(1, min(CHARACTER_BYTES, len(tokens) + 1) if text.endswith(UNFINISHED) else 1):
+            before = decode(tokens[:-n], skip_special_tokens)
+            if not before.endswith(UNFINISHED):
+                return before + decode(tokens[-n:], skip_special_tokens)
+        return text
 
     @functools.cached_property
     def _special_stop(self) -> list[str]:

@@ -169,6 +169,8 @@ def test_until_and_texts_may_have_special_tokens():
     ):
         (generated,) = lm.generate_until(make_requests("generate_until", ("x!", options)), disable_tqdm=True)
         assert generated == text
+    with pytest.raises(KvjaxError, match="stop takes texts of at least one character, got 5"):
+        lm.generate_until(make_requests("generate_until", ("x!", {"until": 5})), disable_tqdm=True)
     assert lm.tok_encode("<s>x!") == lm.tok_encode("x!") == lm.tok_encode("<s>x!", add_special_tokens=False)
 
 

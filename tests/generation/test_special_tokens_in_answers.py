@@ -190,6 +190,25 @@ def test_stop_strings_of_a_tokenizer_that_marks_spaces(prepend):
     assert AnswerText(tokenizer, (), (), False).text(tokens) == " the capital</s> is Paris"
 
 
+@pytest.mark.parametrize("prepend", ["normalizer", "metaspace"])
+@pytest.mark.parametrize("stop", ["\u00e9", "a\u00e9", "\u20ac", "\u00e9\u20ac", "\u65e5</s>", " b\u65e5"])
+def test_a_stop_string_is_found_before_the_bytes_of_the_next_character(prepend, stop):
+    tokenizer = sentencepiece(prepend=prepend)
+    tokens = tokenizer.encode_continuation("a\u00e9\u20ac\U0001f642 b\u65e5</s>\u00e9\u20ac")
+    for skip in (True, False):
+        answer = AnswerText(tokenizer, (), [stop], skip)
+        first = next(n for n in range(len(tokens) + 1) if answer.is_stopped(tokens[:n]))
+        assert stop in tokenizer.decode_continuation(tokens[:first], skip_special_tokens=False)
+        for n in range(first, len(tokens) + 1):
+            assert answer.is_stopped(tokens[:n]) and answer.shorten(tokens[:n]) == tokens[:first]
+        assert stop not in answer.text(tokens[:first])
+    # A text that ends within a character keeps those before it, and what a stream has shown is its beginning.
+    answer = AnswerText(tokenizer, ())
+    for n in range(len(tokens) + 1):
+        assert answer.text(tokens[:n]).startswith(answer.final_text(tokens[:n]))
+        assert answer.text(tokens[:n]).rstrip("\ufffd") in answer.text(tokens)
+
+
 def test_stop_strings_of_tasks_may_be_special_tokens(model):
     tokens = generate(model, max_new_tokens=COUNT).tokens[0]
     ask = Ask(np.array([0]), "contains", ("x",), COUNT, ("<|call|>",))
