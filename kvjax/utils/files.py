@@ -68,7 +68,7 @@ def read_text_file(path: Path | Traversable, name: str, content: bytes | None = 
     try:
         return (path.read_bytes() if content is None else content).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as e:
-        raise KvjaxError(f"cannot read {name} {path} ({e}); give a UTF-8 text file") from e
+        raise KvjaxError(f"cannot read {name} {path} ({getattr(e, 'strerror', e)}); give a UTF-8 text file") from e
 
 
 def parse_json_object(content: str | bytes, name: str | Path, remedy: str = "copy it again") -> dict[str, Any]:

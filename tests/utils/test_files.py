@@ -127,5 +127,7 @@ def test_a_file_in_another_encoding_is_named(tmp_path):
     (tmp_path / "text").write_bytes("a".encode("utf-16"))
     with pytest.raises(KvjaxError, match="cannot read --text .*; give a UTF-8 text file"):
         read_text_file(tmp_path / "text", "--text")
+    with pytest.raises(KvjaxError, match=r"cannot read --text .*absent \(No such file or directory\); give a UTF-8"):
+        read_text_file(tmp_path / "absent", "--text")
     with pytest.raises(KvjaxError, match="cannot read --text - .*; give a UTF-8 text file"):
         read_text_file(Path("-"), "--text", b"\xff")

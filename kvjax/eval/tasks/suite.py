@@ -97,7 +97,7 @@ def expand(names: str | Sequence[str]) -> list[str]:
         if not matches:
             families = dict.fromkeys(t.partition(".")[0] for t in known)
             nearest = suggest_name(name, [*families, *known])
-            raise KvjaxError(f"unknown task {name!r}{nearest}; `kvjax eval --list` lists them all")
+            raise KvjaxError(f"unknown task {name!r}{nearest or ';'} `kvjax eval --list` lists them all")
         expanded += matches
     return list(dict.fromkeys(expanded))
 
