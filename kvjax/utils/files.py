@@ -51,8 +51,8 @@ def make_folder(path: str | os.PathLike[str], option: str = "") -> Path:
         problem = "" if os.access(folder, os.W_OK | os.X_OK) else "it may not be written"
     except FileExistsError:
         problem = "there is a file of that name" if os.path.exists(folder) else "it is a link that leads nowhere"
-    except (OSError, ValueError) as e:  # the latter for a path with a null byte
-        problem = getattr(e, "strerror", None) or str(e)
+    except OSError as e:
+        problem = e.strerror or str(e)
     if problem:
         named = f"{option} {folder}" if option else str(folder)
         raise Unwritable(f"cannot write into {named} ({problem}); give a folder that exists or can be made")
@@ -173,8 +173,8 @@ def check_output(out: Path, source: Path | None = None, option: str = "") -> Pat
         out.lstat()
     except FileNotFoundError:
         pass
-    except (OSError, ValueError) as e:  # as for a name that is too long
-        raise Unwritable(f"cannot write {out} ({getattr(e, 'strerror', e)}); give another path") from e
+    except OSError as e:  # as for a name that is too long
+        raise Unwritable(f"cannot write {out} ({e.strerror}); give another path") from e
     is_source = source is not None and os.path.isfile(out) and source.is_file() and out.samefile(source)
     if os.path.isdir(out) or is_source:
         problem = f"the file that {option} reads; write to another one" if is_source else "a folder; name a file in it"
