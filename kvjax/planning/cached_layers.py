@@ -25,7 +25,7 @@ SIZES: dict[str, tuple[str, ...]] = {
     "width": ("hidden_size", "n_embd", "n_embed", "d_model", "model_dim"),
     "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_transformer_layers"),
     "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "num_query_heads"),
-    "kv_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv", "kv_n_heads", "num_query_groups"),
+    "kv_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv", "n_kv_heads", "kv_n_heads", "num_query_groups"),
     "head_dim": ("head_dim", "attention_head_dim", "kv_channels", "dim_head"),
     "value_dim": ("v_head_dim",),
     "window": ("sliding_window", "sliding_window_size", "attention_window_size", "attention_chunk_size", "window_size"),
@@ -122,6 +122,11 @@ DEFAULTS: dict[str, Callable[[Raw], Raw]] = {
     "mimo_v2_flash": lambda raw: {"swa_num_key_value_heads": 2 * (raw.get("num_key_value_heads") or 4)},
 }
 """model_type -> values of transformers' class that change what a cache holds, for keys that a config leaves out."""
+SWITCHED = {
+    "use_cla": ("cla_share_factor",),
+    "use_mla": ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+}
+"""Key that switches a part off if it is false -> the part's keys, which then say nothing."""
 REQUIRED: tuple[tuple[re.Pattern[str], tuple[str, ...]], ...] = (
     (
         re.compile(
@@ -180,15 +185,17 @@ UNDERSTOOD = re.compile(
     r"|\w*attn_(alpha|beta)_factor|clip_qkv|share_input_output_layers|apply_query_key_layer_scaling"
     r"|block_(dim|multiple_of|auto_\w+|use_\w+)|use_parallel_block|select_layer|order_of_interleaved_layers|max_attn_\w+"
     r"|rope_local_base_freq|\w*rope_theta|attn_rotary_emb|compression_ratio|use_embedding_sharing|gated_linear_unit"
-    r"|use_shared_\w+_adapter|use_mem_(rope|eff_path)|add_bias_linear|use_(flash|logn|sdpa)_(attn|attention)\w*"
-    r"|shared_intermediate_size"
+    r"|use_shared_\w+|use_mem_(rope|eff_path)|add_bias_linear|(use_)?(\w+_)?(flash|logn|sdpa)_(attn|attention|rotary)\w*"
+    r"|shared_intermediate_size|offset_alibi|layer_switch|full_attn_mod|norm_head|fused_qkv|attn_output_gate|embd_layer"
+    r"|block_(type|group_size)|blocksparse_\w+|dense_attention_every_n_layers"
     r"|parallel_attn|attn_impl|attn_uses_sequence_id|scale_attn_\w+|reorder_and_upcast_attn|num_ln_in_parallel_attn"
-    r"|attention_hidden_size|hidden_size_per_layer_input|vocab_size_per_layer_input|keep_window_size|lm_head_\w+"
+    r"|attention_hidden_size|hidden_size_per_layer_input|vocab_size_per_layer_input|keep_window_size|[lr]m_head\w*"
     # More than one token at a time, training, and what a program does around the decoder.
     r"|num_nextn_predict_layers|num_mtp_layers|mtp_\w+|chunk_size|mamba_chunk_size|chunk_size_feed_forward|time_step\w*"
     r"|use_cache|cache_implementation|calc_logits_for_entire_prompt|output_(attentions|hidden_states)|tie_\w+"
     r"|_?attn_implementation\w*"
-    r"|\w*(image|vision|audio|video|speech)\w*|num_logits_to_keep|label2id|id2label|pruned_heads|prefix"
+    r"|\w*(image|vision|audio|video|speech)\w*|seconds_per_chunk|global_view_pos|num_logits_to_keep"
+    r"|label2id|id2label|pruned_heads|prefix"
 )
 """Keys that `SUSPECT` finds and that do not change what a cache holds, or are read."""
 SUSPECT = re.compile(
@@ -239,8 +246,9 @@ def unwrap(raw: Raw) -> dict[str, Any]:
     if isinstance(experts := raw.get("ffn_config"), Mapping):
         values |= {key: x for key, x in experts.items() if key != "hidden_size"}
     values |= raw
-    if values.get("use_cla") is False:  # Hunyuan: layers that share caches, switched off
-        values.pop("cla_share_factor", None)
+    for switch, keys in SWITCHED.items():
+        if values.get(switch) is False:
+            values = {key: x for key, x in values.items() if key not in keys}
     return values
 
 

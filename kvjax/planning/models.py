@@ -37,6 +37,8 @@ WITHOUT_STATES = (
     "the states of recurrent layers and convolutions, whose size does not depend on the context, are not counted"
 )
 ESTIMATED = "weights are an estimate from the sizes in config.json; in a folder with all safetensors they are counted"
+NUMBERS = ("architectures", "quantization_config", "rope_scaling", "rope_parameters", "hidden_act")
+"""Keys that a converter may refuse, and that change no layer's shapes."""
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 EXPERTS_DRAWN = ("num_experts_per_tok", "experts_per_token", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k")
 UNGATED = re.compile(
@@ -58,6 +60,7 @@ class PlannedModel:
       other_layers: layers that hold no keys and values, and that `config` does not have.
       other_parameters: parameters that `config` does not have; below 0 for those that only it has.
       has_exact_weights: whether the parameters are counted, and not estimated.
+      other_idle: of `other_parameters`, those of experts that one token does not run through.
     """
 
     name: str
@@ -67,6 +70,7 @@ class PlannedModel:
     other_layers: int = 0
     other_parameters: int = 0
     has_exact_weights: bool = True
+    other_idle: int = 0
 
     @functools.cached_property
     def parameters(self) -> int:
@@ -83,7 +87,7 @@ class PlannedModel:
         """The parameters that one token's forward pass reads, but for the rows of the embedding that it does not."""
         c = self.config
         looked_up = 0 if c.tie_embeddings else (c.vocab_size - 1) * c.width
-        idle, axes = 0, parameter_axes(c)
+        idle, axes = self.other_idle, parameter_axes(c)
         for path, shape in parameter_shapes(c).items():
             if axes[path][0] == "E":
                 experts = c.kind(int(path.split("/")[0].removeprefix("layer_"))).mlp.experts
@@ -259,17 +263,27 @@ def read_config_json(raw: Mapping[str, Any], name: str, source: str, num_stored:
       KvjaxError: a size is missing, the model's cache is not one of keys and values of heads, or a key may change what
         it holds and is not understood.
     """
-    if str(raw.get("model_type")) in FAMILIES:
-        config = hf_config.translate(raw)
-        has_windows = any(kind.attention.rule.window is not None for kind in config.kinds)
-        notes = [HOLDS_WINDOWS] * has_windows + [QUANTIZED] * bool(raw.get("quantization_config"))
+    if _is_convertible(raw):
+        notes = []
+        try:
+            config = hf_config.translate(raw)
+        except KvjaxError as e:
+            config = hf_config.translate(_leave_shapes(raw))
+            notes.append(
+                f"kvjax converts no checkpoint of it, and the plan is of the shapes: {str(e).partition(';')[0]}"
+            )
+        notes += [HOLDS_WINDOWS] * any(kind.attention.rule.window is not None for kind in config.kinds)
+        notes += [QUANTIZED] * bool(raw.get("quantization_config"))
         return PlannedModel(name, config, source, notes=tuple(notes))
     inner = cached_layers.find_decoder(raw)
-    if str(inner.get("model_type")) in FAMILIES:
+    if _is_convertible(inner):
         found = read_config_json(inner, name, source)
         notes = (f"{NOT_CONVERTED} (model_type {raw.get('model_type')!r:.40}), and of its decoder alone", *found.notes)
         return dataclasses.replace(found, notes=notes)
     raw = cached_layers.unwrap(raw)
+    for key in ("intermediate_size", "moe_intermediate_size", *EXPERTS_DRAWN):  # lists by layer: of estimates alone
+        if isinstance(x := raw.get(key), list) and x and all(map(is_integer, x)):
+            raw[key] = sum(x) // len(x)
     layers = cached_layers.read_layers(raw, source)
     read = functools.partial(cached_layers.read_size, raw, source=source)
     width, holding = read("width"), [i for i, layer in enumerate(layers) if layer.heads]
@@ -281,9 +295,6 @@ def read_config_json(raw: Mapping[str, Any], name: str, source: str, num_stored:
     has_qk_norm = "qwen3" in str(raw.get("model_type")) or str(raw.get("model_type")).startswith("gemma3")
     # An expert's width has a key of its own in families that also have layers without experts.
     mlp_width = read("moe_intermediate_size", default=0) if experts > 1 else 0
-    widths = raw.get("intermediate_size")
-    if isinstance(widths, list) and widths and all(map(is_integer, widths)):
-        mlp_width = sum(widths) // len(widths)
     mlp_width = mlp_width or read("mlp_width", default=4 * width)
     if raw.get("block_auto_adjust_ff_dim"):  # LFM2: two thirds, as its MLP has three matrices in place of two
         factor: Any = raw.get("block_ffn_dim_multiplier")
@@ -294,8 +305,15 @@ def read_config_json(raw: Mapping[str, Any], name: str, source: str, num_stored:
     if experts > 1:
         drawn: Any = next((x for key in EXPERTS_DRAWN if is_integer(x := raw.get(key))), 1)
         mixture = Experts(experts, min(drawn, experts), router_bias=is_gpt_oss)
+    mlps = [MlpKind(mlp_width, bias=is_gpt_oss, experts=mixture)] * len(layers)
+    period = read("expert_layer_period", default=0) or read("interleave_moe_layer_step", default=1)
+    # Other layers have one MLP. Jamba says which layer of a period has experts; in Llama 4 it is the last.
+    if experts > 1 and period > 1:
+        offset = x if is_integer(x := raw.get("expert_layer_offset")) else period - 1
+        dense = MlpKind(read("intermediate_size_mlp", default=read("mlp_width", default=4 * width)))
+        mlps = [mlp if i % period == offset else dense for i, mlp in enumerate(mlps)]
     kinds = []
-    for layer in (layers[i] for i in holding):
+    for layer, i in ((layers[i], i) for i in holding):
         attention = AttentionKind(
             layer.heads,
             layer.kv_heads,
@@ -309,8 +327,7 @@ def read_config_json(raw: Mapping[str, Any], name: str, source: str, num_stored:
             sinks=is_gpt_oss,
             reads_layer=None if layer.reads is None else holding.index(layer.reads),
         )
-        mlp = MlpKind(mlp_width, bias=is_gpt_oss, experts=mixture)
-        kinds.append(LayerKind(attention, mlp, norms="both" if is_gemma else "before"))
+        kinds.append(LayerKind(attention, mlps[i], norms="both" if is_gemma else "before"))
     different = tuple(dict.fromkeys(kinds))
     config = Config(
         read("vocab_size"),
@@ -334,22 +351,53 @@ def read_config_json(raw: Mapping[str, Any], name: str, source: str, num_stored:
     if not any(raw.get(key) for key in cached_layers.SIZES["max_positions"]):
         notes.append(f"it does not say how many positions it was trained for; {config.max_positions:,} are taken")
     found = PlannedModel(name, config, source, tuple(notes), len(others), has_exact_weights=is_counted)
-    if num_stored is None:
-        return dataclasses.replace(found, other_parameters=estimate_others(raw, config, others))
-    return dataclasses.replace(found, other_parameters=num_stored - found.parameters)
+    others_have, others_idle = estimate_others(raw, config, others, mlps)
+    if num_stored is not None:
+        others_have = num_stored - found.parameters
+    return dataclasses.replace(found, other_parameters=others_have, other_idle=others_idle)
 
 
-def estimate_others(raw: Mapping[str, Any], config: Config, others: Sequence[str]) -> int:
-    """Estimates the parameters that `config` lacks: of layers without keys and values, whose kinds `others` has."""
-    shapes = parameter_shapes(config)
-    mlp = sum(math.prod(shape) for path, shape in shapes.items() if path.startswith("layer_0/mlp/"))
+def _is_convertible(raw: Mapping[str, Any]) -> bool:
+    return str(raw.get("model_type")) in FAMILIES and raw.get("use_mla") is not False
+
+
+def _leave_shapes(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a config without the keys that change a model's numbers, and neither its layers nor what they hold."""
+    left = {key: x for key, x in raw.items() if key not in NUMBERS}
+    return left | {key: _leave_shapes(x) for key in cached_layers.DECODERS if isinstance(x := raw.get(key), Mapping)}
+
+
+def estimate_others(
+    raw: Mapping[str, Any], config: Config, others: Sequence[str], mlps: Sequence[MlpKind]
+) -> tuple[int, int]:
+    """Estimates the parameters that `config` lacks: of layers without keys and values, whose kinds `others` has.
+
+    Args:
+      raw: the config of the decoder.
+      config: its layers with keys and values.
+      others: kinds of the others.
+      mlps: of all layers.
+
+    Returns:
+      Their number, and how many of them are in experts that a token does not run through.
+    """
     is_ungated = UNGATED.fullmatch(str(raw.get("model_type"))) and raw.get("model_type") != "gpt_oss"
-    real_mlp = mlp * 2 // 3 if is_ungated else mlp
-    num_mixers, layers = others.count(cached_layers.MIXER), config.layers + len(others)
+    matrices, layers = 2 if is_ungated else 3, len(mlps)
+    num_mixers = others.count(cached_layers.MIXER)
     # Nemotron-H has one part in each layer; everywhere else an MLP follows.
     num_mlps = others.count(cached_layers.MLP) if num_mixers < len(others) and not raw.get("block_configs") else layers
     if str(raw.get("model_type")).startswith("zamba"):  # all layers that attend share a few
         num_mlps = x if is_integer(x := raw.get("num_mem_blocks")) else 1
     # A state-space layer projects to twice the width and back with a gate, a convolution or linear attention to once.
     is_mamba = any("mamba" in key or key == "ssm_state_size" for key in raw)
-    return num_mixers * (6 if is_mamba else 4) * config.width**2 + num_mlps * real_mlp - config.layers * mlp
+    # `config` counts three matrices for each MLP of its own layers.
+    own = [config.kind(i).mlp for i in range(config.layers)]
+
+    def count(is_idle: bool) -> int:
+        def size(mlp: MlpKind) -> int:
+            experts = mlp.experts or Experts(1, 1)
+            return config.width * mlp.width * (experts.count - is_idle * experts.top_k)
+
+        return num_mlps * matrices * sum(map(size, mlps)) // layers - 3 * sum(map(size, own))
+
+    return num_mixers * (6 if is_mamba else 4) * config.width**2 + count(False), count(True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,7 @@ SIZES: dict[str, Any] = {
     "intermediate_size": 512,
     "max_position_embeddings": 32_768,
 }
+CHUNKS = {"attention_chunk_size": 512, "no_rope_layers": [], "num_key_value_heads": 2}
 MAMBA = {"mamba_d_state": 16, "num_key_value_heads": 2}
 BLOCKS = [
     {"attention": {"n_heads_in_group": 4, "no_op": False, "window_length": None}},
@@ -86,6 +88,7 @@ BLOCKS = [
     {"attention": {"n_heads_in_group": 8, "window_length": 64}},
     {"attention": {"replace_with_linear": True}},
 ] * 2
+ALL = {(8, 32, 32, None): 8}
 ALTERNATING = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"] * 2
 
 
@@ -151,6 +154,26 @@ ALTERNATING = ["sliding_attention", "sliding_attention", "sliding_attention", "f
         ("new", {"sliding_window": 64, "use_sliding_window": False}, {(8, 32, 32, None): 8}),
         ("new", {"per_layer_config": {"01": {"head_dim": 64}}}, {(8, 32, 32, None): 7, (8, 64, 64, None): 1}),
         ("new", {"head_dim": 48, "v_head_dim": 16, "num_key_value_heads": 2}, {(2, 48, 16, None): 8}),
+        ("olmo", {"n_kv_heads": 2, "block_group_size": 1, "block_type": "sequential"}, {(2, 32, 32, None): 8}),
+        ("hunyuan_v1_moe", {"num_experts": 4, "moe_topk": [2] * 8, "moe_intermediate_size": [64] * 8}, ALL),
+        # Keys of published files, whose names speak of layers and heads and that change no cache.
+        ("bloom", {"offset_alibi": 100, "skip_bias_add_qkv": False, "masked_softmax_fusion": True}, ALL),
+        ("telechat", {"flash_attn": True, "training_seqlen": 8192}, ALL),
+        ("phi4mm", {"full_attn_mod": 1, "embd_layer": {"embedding_cls": "image_audio"}}, ALL),
+        (
+            "phi3small",
+            {"blocksparse_block_size": 64, "blocksparse_num_local_blocks": 16, "dense_attention_every_n_layers": 2},
+            ALL,
+        ),
+        ("bailing_moe", {"norm_head": True}, ALL),
+        ("mpt", {"attn_config": {"fused_qkv": True, "flash_attention": True}}, ALL),
+        ("ernie4_5", {"use_sparse_flash_attn": True, "num_key_value_heads": 8, "head_dim": 32}, ALL),
+        ("qwen2_5_omni_text", {"seconds_per_chunk": 2, "global_view_pos": "head"}, ALL),
+        (
+            "cohere2",
+            {"sliding_window": 64, "sliding_window_pattern": 4, "layer_switch": 4},
+            {(8, 32, 32, 64): 6, (8, 32, 32, None): 2},
+        ),
     ],
 )
 def test_each_way_of_saying_what_attends_is_read(model_type, keys, expected):
@@ -196,6 +219,62 @@ def test_a_decoder_of_a_known_family_inside_of_another_has_its_defaults():
     text = {"model_type": "mistral", "num_hidden_layers": 2, "vocab_size": 32_064, "sliding_window": None}
     model = read_config_json({"model_type": "llava_next", "text_config": text}, "llava", "config.json")
     assert held(model) == {(8, 128, 128, None): 2} and "decoder alone" in model.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "'dynamic' is not supported$"),
+        ({"architectures": ["Qwen2ForRewardModel"]}, "architecture 'Qwen2ForRewardModel'"),
+        ({"hidden_act": "relu"}, "hidden_act"),
+    ],
+)
+def test_what_a_converter_refuses_and_changes_no_shape_is_planned_for_and_said(keys, reason):
+    raw = {"model_type": "qwen2", **SIZES, "num_key_value_heads": 2}
+    for config in (raw | keys, {"model_type": "new_vl", "text_config": raw | keys}):
+        model = read_config_json(config, "qwen2", "config.json")
+        assert held(model) == {(2, 32, 32, None): 8}
+        assert any(re.search(f"converts no checkpoint of it.*{reason}", note) for note in model.notes)
+        assert ("quantization_config" in keys) == any("file holds them quantized" in note for note in model.notes)
+    with pytest.raises(KvjaxError, match="num_hidden_layers must be a positive integer"):
+        read_config_json(raw | keys | {"num_hidden_layers": 0}, "qwen2", "config.json")
+
+
+def test_latent_attention_that_is_switched_off_holds_keys_and_values():
+    off = {"use_mla": False, "kv_lora_rank": None, "qk_nope_head_dim": 0, "v_head_dim": 0, "lm_head": True}
+    raw = {"model_type": "deepseek_v2", **SIZES, **off}
+    for config in (raw, {"model_type": "new_vl", "language_config": raw}):
+        assert held(read_config_json(config, "ocr", "config.json")) == ALL
+
+
+@pytest.mark.parametrize(
+    ("model_type", "keys", "experts", "dense"),
+    [
+        ("jamba", {"attn_layer_period": 4, "expert_layer_period": 2, "expert_layer_offset": 1, **MAMBA}, 4, 4),
+        ("llama4_text", {"interleave_moe_layer_step": 4, "intermediate_size_mlp": 512} | CHUNKS, 2, 6),
+        ("llama4_text", CHUNKS, 8, 0),
+        ("lfm2_moe", {"layer_types": ["conv", "full_attention"] * 4, "num_key_value_heads": 4}, 8, 0),
+    ],
+)
+def test_estimated_weights_have_the_experts_of_each_layer_and_a_token_reads_few_of_them(
+    model_type, keys, experts, dense
+):
+    """Also in layers that hold no keys, which most layers with experts of hybrids are."""
+    few, many = (
+        read_config_json(
+            {"model_type": model_type, **SIZES, **keys, "num_experts": count, "num_experts_per_tok": 2},
+            "",
+            "config.json",
+        )
+        for count in (4, 20)
+    )
+    one_mlp, routers = 3 * 256 * 512, 16 * 256 * 8
+    assert experts * 16 * one_mlp <= many.parameters - few.parameters <= experts * 16 * one_mlp + routers
+    assert 0 <= many.active_parameters - few.active_parameters <= routers
+    # The rest are attention, recurrent layers, norms and embeddings: at most six squares of the width for each layer.
+    assert 0 < few.parameters - (experts * 4 + dense) * one_mlp < 8 * 6 * 256**2 + 2 * 100 * 256 + routers
 
 
 LFM2_1_2B = {  # as published on the hub, without what concerns training
