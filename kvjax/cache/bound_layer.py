@@ -307,10 +307,11 @@ class MethodLayer:
             other_partial = functools.reduce(combine, others) if others else None
             opened = self.storage.open_values(state)
             result = m.read.read(self.storage, opened, q, q_pos, other_partial, cross_layer)
-            if not isinstance(result, ReadResult):
+            if not isinstance(result, ReadResult) or not isinstance(result.part, Partial):
+                returned = result.part if isinstance(result, ReadResult) else result
                 raise KvjaxError(
                     f"{type(m.read).__name__}.read must return ReadResult(part), where part is a Partial such as "
-                    f"attention.attend_scores(logits, values) makes, and returned {type(result).__name__}"
+                    f"attention.attend_scores(logits, values) makes, and returned {type(returned).__name__}"
                 )
             partials = [result.part]
             if m.side_store:

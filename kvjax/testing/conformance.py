@@ -141,7 +141,8 @@ def _name_failures(name: str) -> Iterator[None]:
         hint = ""
         if isinstance(e, AttributeError | TypeError) and "NoneType" in first_line:
             hint = (
-                "; `observation` is None unless the class says `num_queries = N` (or None, for all queries), and the "
-                "`weights` of a policy are None unless it says `needs_weights = True`"
+                "; `observation` is None unless the class says `num_queries = N` (or None, for all queries), its "
+                "`hidden_states` and `output_projection` without `needs_hidden = True` and `needs_output = True`, the "
+                "`weights` of a policy without `needs_weights = True`, and `spec.index` always"
             )
         raise KvjaxError(f"{name} fails: {users_line(e)}{type(e).__name__}: {first_line}{hint}") from e

@@ -309,6 +309,11 @@ def wrong_positions(method: KVMethod, heads: np.ndarray, length: int, has_decode
                 if has_decoded
                 else "`num_slots` must be one more than the tokens that `init` keeps.",
             )
+        if isinstance(method, Method) and method.decode and not method.side_store and not len(real):
+            return Breach(
+                f"head {head} holds no token",
+                "Usual cause: slots beyond the prompt: `init` chooses indices of `block`, below `block.pos.shape[2]`.",
+            )
         if has_decoded and length - 1 not in positions:
             return Breach(
                 f"head {head} does not hold the newest token",

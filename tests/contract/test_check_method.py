@@ -551,13 +551,20 @@ class Mistaken(RecentWindowWithAges):
             "no heads": (chosen[:, 0], ages),
             "a list": (chosen, [0.0]),
             "too many": (too_many, ages),
+            "slots beyond the prompt": (chosen + 10_000, ages),
         }.get(self.fault, (chosen, ages))
 
     def after_token(self, spec, state, weights, q_pos):
         if self.fault == "no weights":
             return state.pos, weights.sum(2)
         pos, ages = super().after_token(spec, state, weights, q_pos)
-        return {"positions alone": pos, "positions of a sequence": (pos[:, 0], ages)}.get(self.fault, (pos, ages))
+        results = {
+            "positions alone": pos,
+            "positions of a sequence": (pos[:, 0], ages),
+            "positions as floats": (pos.astype(jnp.float32), ages),
+            "positions of some slots": (pos[..., 1:], ages),
+        }
+        return results.get(self.fault, (pos, ages))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -571,10 +578,13 @@ class FlatGate(Full):
 
 @dataclasses.dataclass(frozen=True)
 class PartAlone(Full):
-    """A reader that returns attention and not a `ReadResult`."""
+    """A reader that returns attention and not a `ReadResult`, or one with finished outputs in place of a partial."""
+
+    is_wrapped: bool = False
 
     def read(self, layer, state, q, q_pos, other_partial=None, cross_layer=None):
-        return super().read(layer, state, q, q_pos, other_partial, cross_layer).part
+        part = super().read(layer, state, q, q_pos, other_partial, cross_layer).part
+        return ReadResult(part.o) if self.is_wrapped else part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -613,7 +623,7 @@ MISTAKES = {
         Mistaken(4, "no observation"),
         r"line \d+: AttributeError: .*unless the class says `num_queries",
     ),
-    "no weights": (Mistaken(4, "no weights"), r"line \d+: AttributeError: .*unless it says `needs_weights = True`"),
+    "no weights": (Mistaken(4, "no weights"), r"line \d+: AttributeError: .*without `needs_weights = True`"),
     "slots alone": (
         Mistaken(4, "slots alone"),
         r"Mistaken.init must return two things, slots of the prompt i32\[B 1\|K n",
@@ -628,6 +638,22 @@ MISTAKES = {
     ),
     "positions alone": (Mistaken(4, "positions alone"), "Mistaken.after_token must return two things, positions"),
     "positions of a sequence": (Mistaken(4, "positions of a sequence"), "Mistaken.after_token must return positions"),
+    "positions as floats": (
+        Mistaken(4, "positions as floats"),
+        r"Mistaken.after_token must return positions i32\[B 1\|K S\], .*and returned float32\[., 1, \d+\]",
+    ),
+    "positions of some slots": (
+        Mistaken(4, "positions of some slots"),
+        r"Mistaken.after_token must return the positions of all (\d+) slots, and returned \d+",
+    ),
+    "slots beyond the prompt": (
+        Mistaken(4, "slots beyond the prompt"),
+        "positions: .*after the prompt, head 0 holds no token. Usual cause: slots beyond the prompt: `init` chooses",
+    ),
+    "outputs in place of a part": (
+        PartAlone(is_wrapped=True),
+        r"must return ReadResult\(part\), .*, and returned (ArrayImpl|\w*Tracer)",
+    ),
     "too many": (Mistaken(4, "too many"), r"Mistaken.init must return at most num_slots = \d+ slots .* returned \d+"),
     "a part alone": (PartAlone(), r"PartAlone.read must return ReadResult\(part\), .*, and returned Partial"),
     "a scale without an axis": (

@@ -41,11 +41,19 @@ def check_policy_result(
     if not is_pair:
         wanted = f"two things, {first} and the policy state (None if there is none)"
         returned = type(result).__name__
-    elif getattr(chosen, "ndim", 0) != 3 or chosen.shape[0] != B or chosen.shape[1] not in (1, K):
+    elif (
+        getattr(chosen, "ndim", 0) != 3
+        or chosen.shape[0] != B
+        or chosen.shape[1] not in (1, K)
+        or not jnp.issubdtype(chosen.dtype, jnp.integer)
+    ):
         wanted = f"{first}, here [{B}, 1 or {K}, ..]"
         returned = f"{chosen.dtype}{list(chosen.shape)}" if hasattr(chosen, "shape") else type(chosen).__name__
     elif member == "init" and chosen.shape[2] > num_slots:
         wanted = f"at most num_slots = {num_slots} slots of the prompt"
+        returned = f"{chosen.shape[2]}"
+    elif member != "init" and chosen.shape[2] != num_slots:
+        wanted = f"the positions of all {num_slots} slots"
         returned = f"{chosen.shape[2]}"
     elif others:
         wanted = "a policy state of arrays, such as f32[B K S]"

@@ -19,6 +19,7 @@ from kvjax.eval.page.intervals import CONFIDENCE, Interval, average_interval, me
 from kvjax.eval.page.summary import Record
 from kvjax.registry.registration import Part
 from kvjax.registry.strings import parse, split_methods
+from kvjax.utils import display
 
 SHOWN, NOT_SHOWN, WITHIN, NOT_RUN = "shown", "not shown", "within the error", "not in this run"
 NEAR_LOSS = 0.02  # a loss below this, in score or in bits per byte, counts as near
@@ -188,14 +189,15 @@ def describe_difference(d: Difference, measure: str, verdict: str) -> str:
         reason = "; the same in every context"
     else:
         reason = "; too few contexts to tell" if verdict == WITHIN else "; the run says the opposite"
-    return f"{left} against {right}: {format_difference(d, measure)} {unit}, {d.cases:,} contexts{reason}"
+    contexts = display.count(d.cases, "context")
+    return f"{left} against {right}: {format_difference(d, measure)} {unit}, {contexts}{reason}"
 
 
 def describe_loss(d: Difference, measure: str) -> str:
     """Says what was seen of left and right, and the largest loss that this leaves open."""
     is_text = measure.startswith("bits")
     left, right = (format_number(-x if is_text else x, measure) for x in (d.left, d.right))
-    seen = f"{left} against {right} in {d.cases:,} contexts"
+    seen = f"{left} against {right} in {display.count(d.cases, 'context')}"
     if not is_text and d.left == d.right == 1:
         seen = f"{d.cases:,} of {d.cases:,} right, like the exact cache"
     if d.low is None:

@@ -15,6 +15,7 @@ from rich import box
 from rich.table import Table
 
 from kvjax.eval.page.intervals import Interval, average_interval, mean_interval, score_interval
+from kvjax.utils import display
 from kvjax.utils.files import write_text
 
 Record = Mapping[str, Any]
@@ -287,18 +288,18 @@ def table(rows: Sequence[Row]) -> Table:
         cost = costs(list(own.values()))
         cells += ["-" if cost[name] is None else format(cost[name], form) for name, form in cost_formats.items()]
         t.add_row(method, *cells)
-    has_bits = any(r["bits"] is not None for r in chosen)
-    caption = ["percent right, or bits per byte (b)" if has_bits else "percent right"]
-    if len(shown) <= MOST_COLUMNS_WITH_INTERVALS:
-        caption += [f"(..){' and ±' if has_bits else ''}: 95% intervals over contexts"]
-        caption += (
-            ["+ and - from full on the same texts"] if any(r["bits_above_full"] is not None for r in chosen) else []
-        )
+    # Only what stands in the table is explained: a single text has no interval, and scores stand in brackets.
+    cells = [str(cell) for column in t.columns[1 : 1 + len(shown)] for cell in column.cells]
+    units = {"percent right": "score", "bits per byte (b)": "bits"}
+    caption = [", or ".join(unit for unit, name in units.items() if any(r[name] is not None for r in chosen))]
+    marks = [mark for mark, sign in (("(..)", "("), ("±", "±")) if any(sign in cell for cell in cells)]
+    caption += [f"{' and '.join(marks)}: 95% intervals over contexts"] if marks else []
+    caption += ["+ and - from full on the same texts"] if any("b +" in x or "b -" in x for x in cells) else []
     caption += ["tasks averaged by family"] if is_by_family else []
     caption += [f"{len(left)} more in the CSV file"] if left else []
     caption += ["device, host: KiB of a context, of full: percent of the exact cache's bytes, all in bfloat16"]
     dtypes = " and ".join(distinct_values((r for r in chosen if r["dtype"]), "dtype"))
-    t.caption = "; ".join([*caption, *([f"computed in {dtypes}"] if dtypes else [])])
+    t.caption = "; ".join([*filter(None, caption), *([f"computed in {dtypes}"] if dtypes else [])])
     return t
 
 
@@ -340,7 +341,8 @@ def describe_row(row: Row) -> str:
     if row["task"] == SPEED:
         return f"{row['method']}{at}: {row['tokens_per_second']:,.0f} tokens/s"
     unit = "" if row["score"] is None else " percent right"
-    return f"{row['method']}{at}: {row['task']} {_format_quality(row, True)}{unit}, {row['contexts']:,} contexts"
+    contexts = display.count(row["contexts"], "context")
+    return f"{row['method']}{at}: {row['task']} {_format_quality(row, True)}{unit}, {contexts}"
 
 
 def costs(rows: Sequence[Row]) -> dict[str, float | None]:

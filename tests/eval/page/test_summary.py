@@ -59,6 +59,28 @@ def test_every_measure_has_an_interval_and_contexts_that_all_agree_too():
     assert cell == "100.0 (84–100)"
 
 
+@pytest.mark.parametrize(
+    ("records", "explained", "absent"),
+    [
+        ({"scores": [1.0]}, ["percent right; (..): 95% intervals over contexts; device"], ["bits", "±", "+ and -"]),
+        ({"scores": [], "bits": [1.5]}, ["bits per byte (b); device"], ["percent right", "±", "(..)", "intervals"]),
+        (
+            {"scores": [], "bits": [1.5, 1.6]},
+            ["bits per byte (b); ±: 95% intervals over contexts; device"],
+            ["percent right", "(..)"],
+        ),
+    ],
+)
+def test_the_caption_explains_what_stands_in_the_table_alone(records, explained, absent):
+    """Also where a single context has no interval."""
+    bits = records.get("bits", [None])
+    fields = [{} if x is None else {"bits": x, "key": str(i)} for i, x in enumerate(bits)]
+    rows = summary.rows([line("int8", scores=records["scores"], **more) for more in fields])
+    caption = str(summary.table(rows).caption)
+    assert all(text in caption for text in explained) and not any(text in caption for text in absent), caption
+    assert summary.describe_row(rows[0]).endswith(f", {len(bits)} context{'s' * (len(bits) > 1)}")
+
+
 def test_bits_are_compared_with_full_on_the_same_texts():
     def text(method, key, bits):
         return line(method, key, scores=[], bits=bits, likeliest=[int(10 * bits)])
