@@ -282,8 +282,8 @@ def read_config_json(raw: Mapping[str, Any], name: str, source: str, num_stored:
         return dataclasses.replace(found, notes=notes)
     raw = cached_layers.unwrap(raw)
     for key in ("intermediate_size", "moe_intermediate_size", *EXPERTS_DRAWN):  # lists by layer: of estimates alone
-        if isinstance(x := raw.get(key), list) and x and all(map(is_integer, x)):
-            raw[key] = sum(x) // len(x)
+        if isinstance(sizes := raw.get(key), list) and sizes and all(map(is_integer, sizes)):
+            raw[key] = sum(sizes) // len(sizes)
     layers = cached_layers.read_layers(raw, source)
     read = functools.partial(cached_layers.read_size, raw, source=source)
     width, holding = read("width"), [i for i, layer in enumerate(layers) if layer.heads]
@@ -309,7 +309,7 @@ def read_config_json(raw: Mapping[str, Any], name: str, source: str, num_stored:
     period = read("expert_layer_period", default=0) or read("interleave_moe_layer_step", default=1)
     # Other layers have one MLP. Jamba says which layer of a period has experts; in Llama 4 it is the last.
     if experts > 1 and period > 1:
-        offset = x if is_integer(x := raw.get("expert_layer_offset")) else period - 1
+        offset = raw.get("expert_layer_offset", period - 1)
         dense = MlpKind(read("intermediate_size_mlp", default=read("mlp_width", default=4 * width)))
         mlps = [mlp if i % period == offset else dense for i, mlp in enumerate(mlps)]
     kinds = []
