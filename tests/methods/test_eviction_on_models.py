@@ -109,9 +109,15 @@ def test_accumulated_attention_never_holds_queries_times_keys():
     assert stats.temp_size_in_bytes < 4 * T * T
 
 
-@pytest.mark.parametrize("method", ["snapkv:budget=30,window=32", "accumulated:budget=7,sinks=4,recent=4"])
-def test_a_budget_below_what_is_always_kept_is_an_error(model, method):
-    with pytest.raises(KvjaxError, match="raise the budget to at least"):
+@pytest.mark.parametrize(
+    ("method", "remedy"),
+    [
+        ("snapkv:budget=30,window=32", "give budget>=32, or window<=30"),
+        ("accumulated:budget=7,sinks=4,recent=4", r"give budget>=8, or sinks \+ recent<=7"),
+    ],
+)
+def test_a_budget_below_what_is_always_kept_is_an_error(model, method, remedy):
+    with pytest.raises(KvjaxError, match=remedy):
         kvjax.prefill(model, PROMPTS, kvjax.parse(method))
 
 
