@@ -137,14 +137,18 @@ def test_one_prompt_has_one_reading(make, template):
     assert lengths(kvjax.read(m, PROMPT, "full")) == [len(read)]
 
 
+@pytest.mark.parametrize("call", [lambda: context().feed(""), lambda: kvjax.extend(model(), "", context().cache)])
+def test_texts_without_tokens_feed_nothing(call):
+    with pytest.raises(KvjaxError, match="all 1 texts are empty, and there is nothing to feed"):
+        call()
+
+
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: context().feed(""),
         lambda: context().ask([""]),
         lambda: context().score([""]),
         lambda: kvjax.score(model(), PROMPT, "", "full"),
-        lambda: kvjax.extend(model(), "", context().cache),
         lambda: kvjax.generate(model(), "", cache=context().cache),
         lambda: context().extend_prefix([""]),
     ],

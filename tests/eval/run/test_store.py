@@ -192,7 +192,8 @@ def test_what_a_run_writes_can_be_read_again(tmp_path):
 
 def test_places_that_cannot_be_written(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(OSError), store.open_store(tmp_path / "file" / "out", RUN):
+    unwritable = pytest.raises(KvjaxError, match="cannot write into .*out .Not a directory.; give a folder")
+    with unwritable, store.open_store(tmp_path / "file" / "out", RUN):
         pass
     write(tmp_path, record(0))
 
