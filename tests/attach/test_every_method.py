@@ -98,7 +98,7 @@ def test_a_plain_decoder_equals_ours(name):
 
     last, steps = run(model.params, TOKENS[:, :WIDTH], STEPS)
     own_last, own_steps = run_own_decoder(method, model)
-    # Programs of another shape round otherwise: by up to 5.1e-6 of logits of 1 (kcache, on a processor with AVX-512).
+    # Programs of another shape round otherwise: by up to 5.1e-6 (kcache, on a processor with AVX-512).
     np.testing.assert_allclose(last, own_last, atol=1e-5, rtol=0)
     num_compared = NEW - has_drafts  # the last step's draft is unknown to one of the two
     np.testing.assert_allclose(steps[:, :num_compared], own_steps[:, :num_compared], atol=1e-5, rtol=0)
