@@ -27,7 +27,7 @@ from jax.sharding import Mesh, PartitionSpec
 from kvjax.cache.protocol import BoundLayer, KVMethod, LayerSpec, num_layer_slots
 from kvjax.core.attention import Rule
 from kvjax.core.explicit_axes import accepts_explicit_axes, layer_specs, spec_of
-from kvjax.core.mesh import auto_mesh, named_sharding, to_numpy, vary
+from kvjax.core.mesh import auto_mesh, check_divides, named_sharding, to_numpy, vary
 from kvjax.core.precision import computes_in_32_bits
 from kvjax.core.rope import Rope
 from kvjax.core.types import Array, pytree
@@ -40,6 +40,8 @@ from kvjax.errors import KvjaxError
 from kvjax.utils import arguments
 from kvjax.utils.keywords import checks_keywords
 from kvjax.utils.mesh_context import keeps_callers_mesh
+
+_WITHOUT_MESH = "leave mesh out of kvjax.attach: the cache is then divided as q, k and v are"
 
 LAYOUTS = "BTNH", "BNTH"
 """Orders of the axes of queries: sequences, tokens, heads, channels; keys and values have K in place of N."""
@@ -286,7 +288,9 @@ def attach(
         suggestion = arguments.suggest_name(unknown[0], GIVES)
         raise KvjaxError(f"gives has no {unknown[0]!r:.60}{suggestion}; it takes {', '.join(GIVES)}")
     if mesh is not None:
-        auto_mesh(mesh, ", or leave mesh out: the cache is then divided as q, k and v are")
+        auto_mesh(mesh, f", or {_WITHOUT_MESH}")
+        for spec in specs:
+            check_divides("K", spec.num_kv_heads, mesh, f"give another mesh, or {_WITHOUT_MESH}")
     plan = bind_specs(method, specs, differentiable)
     _check_gives(plan, gives)
     defers = any(x.needs.global_budget or x.needs.replay or x.needs.paired_layer for x in plan)
@@ -427,8 +431,10 @@ def attend(
     if layer.mesh is not None and not in_use.empty and in_use.shape != layer.mesh.shape:
         raise KvjaxError(
             f"kvjax.attach was given the mesh {dict(layer.mesh.shape)} and this program runs on {dict(in_use.shape)}; "
-            "use one mesh for both, or leave mesh out of kvjax.attach: the cache is then divided as q, k and v are"
+            f"use one mesh for both, or {_WITHOUT_MESH}"
         )
+    if layer.mesh is not None:
+        check_divides("B", B, layer.mesh, f"give a number of sequences that does, or {_WITHOUT_MESH}")
     is_prompt = isinstance(state, Empty)
     is_copy = isinstance(state, ExactPrompt)
     if isinstance(state, ExactPrompt) and state.start is None:

@@ -255,6 +255,16 @@ def test_a_mesh_of_other_names_is_refused(names, axis_type):
         attach("full", mesh=make_mesh(*names, types=(axis_type,) * 2))
 
 
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize("run", [attend_twice, jax.jit(attend_twice)], ids=["eager", "jit"])
+def test_sizes_that_the_mesh_of_attach_does_not_divide_are_named(axis_type, run):
+    mesh, remedy = make_mesh("data", "model", types=(axis_type,) * 2), "leave mesh out of kvjax.attach"
+    with pytest.raises(KvjaxError, match=f"axis B of size 3 does not divide .* 2 devices.*{remedy}"):
+        run(attach("full", mesh=mesh), *(x[:3] for x in random_layer()))
+    with pytest.raises(KvjaxError, match=f"axis K of size 1 does not divide .* 2 devices.*{remedy}"):
+        kvjax.attach("full", kvjax.specs_of(1, 4, 1, 8, rope=kvjax.Rope(8)), CAPACITY, mesh=mesh)
+
+
 def test_values_are_still_checked_where_they_are_known():
     mesh = make_mesh("a", "b")
     q, k, v, positions = put(mesh, "a", None, "b")
