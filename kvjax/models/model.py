@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from kvjax.core.compile_cache import use_compilation_cache
 from kvjax.core.explicit_axes import leave_explicit_mesh
-from kvjax.core.mesh import auto_mesh, is_shared
+from kvjax.core.mesh import auto_mesh, check_divides, is_shared
 from kvjax.core.random import key_from_seed
 from kvjax.errors import KvjaxError
 from kvjax.models import checkpoint
@@ -58,6 +58,8 @@ class Model:
     def __post_init__(self):
         if self.mesh is not None:
             auto_mesh(self.mesh)  # raises for one that divides nothing
+            for kind in self.config.kinds:
+                check_divides("K", kind.attention.kv_heads, self.mesh, "use a mesh axis that divides kv_heads")
 
     def __repr__(self) -> str:
         c, num_parameters = self.config, sum(x.size for x in jax.tree.leaves(self.params))

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 import kvjax
 from kvjax import cache_ops, functional
@@ -116,3 +116,16 @@ def test_a_mesh_of_other_names_is_refused_at_every_door(shape, names):
     for door in (functools.partial(kvjax.load, "testbed"), functools.partial(dataclasses.replace, ONE)):
         with pytest.raises(KvjaxError, match=r"nothing is divided over the mesh axis .*give mesh=Mesh\(mesh.devices"):
             door(mesh=mesh)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
+def test_heads_that_the_mesh_does_not_divide_are_named_at_every_door(four, axis_type):
+    mesh = jax.make_mesh((1, 4), ("data", "model"), devices=jax.devices()[:4], axis_types=(axis_type,) * 2)
+    doors = (
+        lambda: kvjax.load(four.name, mesh=mesh),
+        lambda: dataclasses.replace(ONE, mesh=mesh),
+        lambda: kvjax.Model(ONE.config, ONE.params, mesh=mesh),
+    )
+    for door in doors:
+        with pytest.raises(KvjaxError, match="axis K of size 2 does not divide over the 4 devices .*divides kv_heads"):
+            door()
