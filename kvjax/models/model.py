@@ -88,7 +88,7 @@ class Model:
     @property
     def auto_params(self) -> Any:
         """The parameters on `auto_mesh`: the same buffers, without shardings as types."""
-        return self._of_params("_auto_params", leave_explicit_mesh)
+        return self._of_params("_auto_params", _computable)
 
     def _of_params(self, name: str, compute: Callable[[Any], Any]) -> Any:
         """Computes something of the parameters once, and again when an array of `params` has been replaced."""
@@ -148,6 +148,17 @@ class Model:
         if template is None and options.get("chat_template") is not None:
             template = ChatTemplate(None, tuple(self.text_tokenizer().special_tokens.names.items()))
         return render_conversations(template, messages, options)
+
+
+def _computable(params: Any) -> Any:
+    """Returns parameters on `Model.auto_mesh`; raises KvjaxError for numbers of 64 bits."""
+    for path, x in jax.tree_util.tree_leaves_with_path(params):
+        if x.dtype.itemsize > 4:
+            raise KvjaxError(
+                f"the parameter {jax.tree_util.keystr(path)} is {x.dtype}, and kvjax computes in 32 bits at most: "
+                "params=jax.tree.map(lambda x: np.asarray(x, np.float32), params)"
+            )
+    return leave_explicit_mesh(params)
 
 
 @checks_keywords

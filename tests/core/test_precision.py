@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ from jax import lax
 import kvjax
 from kvjax import functional
 from kvjax.core.precision import computes_in_32_bits
+from kvjax.errors import KvjaxError
 from kvjax.testing import toy_model
 
 MODEL = toy_model(layers=1, head_dim=32)
@@ -95,6 +98,25 @@ def test_vectors_and_parameters_of_64_bits_are_narrowed():
     np.testing.assert_array_equal(logits, functional.logits(MODEL.params, TOKENS, MODEL.config))
     np.testing.assert_allclose(got[0], expected[0], atol=1e-6)
     np.testing.assert_allclose(got[1], expected[1], atol=1e-6)
+
+
+@pytest.mark.parametrize("of", ["numpy", "jax"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda model: kvjax.generate(model, [[1, 2]], "full", max_new_tokens=2),
+        lambda model: kvjax.read(model, [[1, 2]], "kivi"),
+        lambda model: kvjax.logits(model, [[1, 2]]),
+        lambda model: model.fingerprint,
+    ],
+)
+def test_a_model_with_parameters_of_64_bits_says_how_to_narrow_them(of, call):
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda x: np.asarray(x, np.float64) if of == "numpy" else x.astype("float64"), MODEL.params)
+    with pytest.raises(KvjaxError, match=r"\['embedding'\] is float64, .*32 bits.*np.asarray\(x, np.float32\)"):
+        call(dataclasses.replace(MODEL, params=wide))
+    narrowed = jax.tree.map(lambda x: np.asarray(x, np.float32), wide)  # the remedy
+    assert dataclasses.replace(MODEL, params=narrowed).fingerprint == MODEL.fingerprint
 
 
 def test_gradients_and_a_vmap_of_the_caller_work():
