@@ -22,6 +22,7 @@ from kvjax.explore.answer_state import AnswerState
 from kvjax.explore.traced_state import TracedLayer, TracedMethod, TracedState, inner_cache
 from kvjax.generation.context import read
 from kvjax.generation.inputs import round_up
+from kvjax.generation.model_calls import model_for
 from kvjax.models.decoder import sinks_of
 from kvjax.models.model import Model
 from kvjax.registry.strings import Methods, resolve
@@ -84,6 +85,7 @@ def explore(
     ((_, groups),) = heads
     say("full")
     capacity = round_up(len(prompt) + steps)
+    model = model_for(model, [prompt], len(prompt) + steps)  # no text grows to the rounded capacity
     state = _read_prompt(model, prompt, resolve("full")["full"], capacity)
     answer = _write_greedily(state, steps)
     attention, likeliest = [], []

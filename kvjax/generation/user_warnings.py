@@ -28,8 +28,8 @@ def warn_of_positions(model: Model, plan: Plan, used: int, more: int) -> None:
     if any(rope.scaling is not None and rope.scaling.kind == "longrope" and not rope.scaling.is_long for rope in ropes):
         text = (
             f"{what} beyond the {limit:,} positions of LongRoPE's factors for short texts, which hold for all of this "
-            "text, and the output may mean nothing; read it anew with capacity= or room= for all of its tokens, by "
-            "which the factors for long texts are taken, and load the model without a smaller max_positions"
+            "text, and the output may mean nothing; read it anew with capacity= or room= for all of its tokens, or "
+            "load the model with max_positions= for them, as for chunks: the factors for long texts are then taken"
         )
     else:
         text = (

@@ -8,6 +8,7 @@ Unverified: no code is public, and the rule is written from the paper's descript
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from typing import NamedTuple
 from kvjax.cache.protocol import KVMethod
 from kvjax.generation.context import ROOM_TOKENS, Context, read
 from kvjax.generation.inputs import Prompts, token_ids
+from kvjax.generation.model_calls import model_for
 from kvjax.models.model import Model
 from kvjax.utils import arguments
 from kvjax.utils.keywords import checks_keywords
@@ -40,7 +42,7 @@ def read_batch(
     *,
     prefix: str | KVMethod = "full",
     least: int = 16,
-    room: int = ROOM_TOKENS,
+    room: int | None = None,
 ) -> Context:
     """Reads prompts as one batch, in which prefixes that several of them share are read and stored once.
 
@@ -50,7 +52,7 @@ def read_batch(
       method: of each prompt's own tokens.
       prefix: method of the shared prefixes.
       least: the fewest tokens of a prefix that is shared.
-      room: tokens per sequence that may follow.
+      room: tokens per sequence that may follow; 512 by default.
 
     Returns:
       The context; without a shared prefix, that of `kvjax.read`.
@@ -64,9 +66,12 @@ def read_batch(
     for index, group in enumerate(groups):
         for row in group.rows:
             of[row], before[row] = index, group.length
-    prefixes = read(model, [ids[g.rows[0]][: g.length] for g in groups], prefix, room=0)
+    longest = max(map(len, ids))
+    chosen = model_for(model, ids, longest if room is None else longest + arguments.integer("room", room, 0))
+    prefixes = read(chosen, [ids[g.rows[0]][: g.length] for g in groups], prefix, room=0)
     own_ids = [row[n:] for row, n in zip(ids, before, strict=True)]
-    return prefixes.extend_prefix(own_ids, method, of=of, room=room)
+    context = prefixes.extend_prefix(own_ids, method, of=of, room=ROOM_TOKENS if room is None else room)
+    return dataclasses.replace(context, model=model)
 
 
 class Division(NamedTuple):

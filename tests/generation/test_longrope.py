@@ -18,9 +18,10 @@ import kvjax
 from kvjax import functional
 from kvjax.core.rope import RopeScaling, longrope_scaling
 from kvjax.errors import KvjaxError, KvjaxWarning
+from kvjax.explore.exploration import explore
 from kvjax.generation import user_warnings
 from kvjax.models import Config, checkpoint
-from kvjax.reuse import pack_exactly, read_exactly, read_packed
+from kvjax.reuse import blend, pack_exactly, read_batch, read_exactly, read_packed
 
 ORIGINAL, POSITIONS, VOCABULARY = 24, 128, 40
 SCALING = longrope_scaling((1.0, 1.5), (2.0, 0.6), POSITIONS / ORIGINAL, ORIGINAL, is_long=True)
@@ -181,6 +182,45 @@ def test_speculation_exact_keys_and_packed_texts_choose_too():
         fed = [x.compress("kcache:n=8", 64).feed([MORE, MORE]).last for x in (ours, theirs)]
         assert equal(*fed)
     assert equal(*(kvjax.read(model, [WITHIN], "full").extend_prefix([MORE]).last for model in (MODEL, SHORT)))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "room", "choice"), [((20, 18), None, SHORT), ((20, 18), 4, SHORT), ((40, 30), None, LONG)]
+)
+def test_prompts_with_a_shared_prefix_choose_by_the_longest(lengths, room, choice):
+    """The prefix alone is within the original context."""
+    prompts = [TEXT[:16] + [5 + i] * (n - 16) for i, n in enumerate(lengths)]
+    ours, theirs = (read_batch(model, prompts, room=room) for model in (MODEL, choice))
+    assert ours.model is MODEL and ours.cache.plan[0].prefix is not None
+    assert equal((ours.last, ours.cache), (theirs.last, theirs.cache))
+    np.testing.assert_allclose(ours.last, kvjax.read(choice, prompts, "full").last, atol=1e-5)
+
+
+def test_room_for_shared_prefixes_that_reaches_beyond_takes_the_long_factors():
+    prompts = [[*TEXT[:16], 5], [*TEXT[:16], 6]]
+    with pytest.warns(KvjaxWarning, match="a text of 17 tokens is read with LongRoPE's factors for long texts"):
+        ours = read_batch(MODEL, prompts, room=ORIGINAL)
+    assert equal(ours.last, read_batch(LONG, prompts, room=ORIGINAL).last)
+
+
+def test_an_exploration_chooses_by_its_texts_and_not_by_the_rounded_capacity():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ours, theirs = (explore(model, WITHIN, "full", ORIGINAL - len(WITHIN)) for model in (MODEL, SHORT))
+    np.testing.assert_array_equal(ours.attention, theirs.attention)
+
+
+def test_chunks_that_are_put_together_beyond_say_so_with_a_remedy_that_they_can_follow(tmp_path):
+    checkpoint.save(tmp_path / "model", CONFIG, MODEL.params)
+    chunks = [TEXT[:14], TEXT[14:28]]
+
+    def join_chunks(model: kvjax.Model) -> kvjax.Context:
+        return blend(read_exactly(model, chunks), [[0, 1]], [MORE], ratio=1.0).compress("full", 64)
+
+    with pytest.warns(KvjaxWarning, match="beyond the 24 positions.*load the model with max_positions= for them, as f"):
+        join_chunks(MODEL)
+    loaded = kvjax.load(tmp_path / "model", max_positions=POSITIONS)
+    np.testing.assert_allclose(join_chunks(loaded).last, kvjax.read(LONG, [TEXT[:28] + MORE], "full").last, atol=1e-5)
 
 
 def test_operations_on_caches_and_files_keep_the_choice(tmp_path):
