@@ -227,9 +227,10 @@ def abstract_state(
     def prefill(block: KVBlock, observation: Observation | None) -> Any:
         return layer.prefill(block, observation, call.num_slots)
 
-    traced, shapes = jax.make_jaxpr(prefill, return_shape=True)(
-        block, observation if needs.observes and length else None
-    )
+    with jax.enable_x64(False):  # a cache has no arrays of 64 bits
+        traced, shapes = jax.make_jaxpr(prefill, return_shape=True)(
+            block, observation if needs.observes and length else None
+        )
     state = jax.tree.unflatten(jax.tree.structure(shapes), traced.out_avals)
     arrays, tree = jax.tree.flatten(state if guards else memory.without_guards(state))
     return arrays, tree

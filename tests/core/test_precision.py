@@ -146,6 +146,22 @@ def test_a_decoders_own_rotation_is_compared_as_it_computes():
     assert seen == [(jnp.float64, jnp.int32)]
 
 
+def test_bytes_are_counted_and_files_are_recognized_as_without(tmp_path):
+    """H2O's state has arrays whose dtype is JAX's default, which the counts took for one of 64 bits."""
+    method, config = "h2o:heavy=4,recent=4", MODEL.config
+
+    def count() -> tuple[str, str]:
+        return str(kvjax.planned_bytes(method, MODEL, 20)), str(kvjax.planned_bytes(method, config, 20, dtype="bf16"))
+
+    expected, context = count(), kvjax.read(MODEL, [[*range(1, 21)]], method)
+    path = context.save(tmp_path / "context")
+    with jax.enable_x64(True):
+        assert count() == expected
+        resumed = kvjax.resume(MODEL, path)
+        assert dtypes(resumed.cache) == dtypes(context.cache)
+    np.testing.assert_array_equal(resumed.feed([[5]]).last, context.feed([[5]]).last)
+
+
 def test_keys_of_random_numbers_and_static_values_pass():
     def call(key, dtype, number):
         return jax.random.uniform(key), jnp.zeros(2, dtype), number
