@@ -139,7 +139,7 @@ def with_guard(buf: Buffer) -> Buffer:
     if buf.guard is not None or (jnp.issubdtype(data.dtype, jnp.floating) and data.dtype.itemsize > 1):
         return buf
     if is_host(data):
-        guard = jnp.zeros((*data.shape[:2], 1))
+        guard = jnp.zeros((*data.shape[:2], 1), jnp.float32)
     else:  # an empty sum over the data, so that it varies between devices as they do inside a caller's `jax.shard_map`
         guard = data[:, :, :0, :0].astype(jnp.float32).sum((2, 3))[:, :, None]
     return dataclasses.replace(buf, guard=lax.stop_gradient(guard))

@@ -146,9 +146,10 @@ def test_a_decoders_own_rotation_is_compared_as_it_computes():
     assert seen == [(jnp.float64, jnp.int32)]
 
 
-def test_bytes_are_counted_and_files_are_recognized_as_without(tmp_path):
-    """H2O's state has arrays whose dtype is JAX's default, which the counts took for one of 64 bits."""
-    method, config = "h2o:heavy=4,recent=4", MODEL.config
+@pytest.mark.parametrize("method", ["h2o:heavy=4,recent=4", "int8 + offload"])
+def test_bytes_are_counted_and_files_are_recognized_as_without(method, tmp_path):
+    """The states have arrays whose dtype is JAX's default: H2O's sums, and the guards of buffers in host memory."""
+    config = MODEL.config
 
     def count() -> tuple[str, str]:
         return str(kvjax.planned_bytes(method, MODEL, 20)), str(kvjax.planned_bytes(method, config, 20, dtype="bf16"))
