@@ -29,7 +29,7 @@ def warn_of_positions(model: Model, plan: Plan, used: int, more: int) -> None:
         text = (
             f"{what} beyond the {limit:,} positions of LongRoPE's factors for short texts, which hold for all of this "
             "text, and the output may mean nothing; read it anew with capacity= or room= for all of its tokens, or "
-            "load the model with max_positions= for them, as for chunks: the factors for long texts are then taken"
+            "load the model with max_positions= where a call has neither: the factors for long texts are then taken"
         )
     else:
         text = (

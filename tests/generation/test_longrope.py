@@ -217,7 +217,7 @@ def test_chunks_that_are_put_together_beyond_say_so_with_a_remedy_that_they_can_
     def join_chunks(model: kvjax.Model) -> kvjax.Context:
         return blend(read_exactly(model, chunks), [[0, 1]], [MORE], ratio=1.0).compress("full", 64)
 
-    with pytest.warns(KvjaxWarning, match="beyond the 24 positions.*load the model with max_positions= for them, as f"):
+    with pytest.warns(KvjaxWarning, match="beyond the 24 positions.*load the model with max_positions= where a call"):
         join_chunks(MODEL)
     loaded = kvjax.load(tmp_path / "model", max_positions=POSITIONS)
     np.testing.assert_allclose(join_chunks(loaded).last, kvjax.read(LONG, [TEXT[:28] + MORE], "full").last, atol=1e-5)
