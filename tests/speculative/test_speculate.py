@@ -187,7 +187,11 @@ def test_values_that_cannot_be_used_are_named(more, says):
         ),
         (f"int4 + {QUEST}", "full", "component `k`, PerTokenCodec, holds keys inexactly"),
         ("specache:group=8,residual=8,topk=8 + in_windows", "full", "already guesses ahead by itself"),
-        ("kivi:bits=2,group=8,residual=8", "full", "draft='kivi.* could not give rejected tokens back in round"),
+        (
+            "kivi:bits=2,group=8,residual=8 + in_windows",
+            "full",
+            "draft='kivi.* could not give rejected tokens back in round",
+        ),
     ],
 )
 def test_a_method_that_cannot_go_back_is_refused(draft, method, says):
