@@ -112,7 +112,9 @@ def checks_keywords(call: Callable[P, R]) -> Callable[P, R]:
 def caller_level() -> int:
     """The `stacklevel` at which a warning names the line that called kvjax, whatever wraps the call."""
     frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "kvjax":
+    # jaxtyping wraps functions of kvjax where their annotations are checked, as in kvjax' own tests.
+    passed_over = "kvjax", "jaxtyping"
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in passed_over:
         frame, level = frame.f_back, level + 1
     return level
 
