@@ -128,7 +128,9 @@ def test_a_sampler_gives_what_kvjax_gives_for_the_same_weights(method):
     for b in range(2):
         n = len(out.tokens[b])  # up to an end token
         assert n and out.tokens[b].tolist() == tokens[b, :n].tolist()
-        np.testing.assert_allclose(out.logits[b], logits[b, :n], atol=2e-4)
+        # A number at the edge between two codes is rounded up by one and down by the other, on some processors.
+        limit = 0.02 if method.startswith(("int8", "kivi")) else 2e-4
+        np.testing.assert_allclose(out.logits[b], logits[b, :n], atol=limit)
 
 
 def test_layers_of_gemma3_are_described_as_those_of_kvjax():
