@@ -695,7 +695,7 @@ class Selection:
             )
 
     @property
-    def protected(self) -> dict[str, int]:
+    def protected_counts(self) -> dict[str, int]:
         """The numbers of tokens that always stay, by the parameters of a method's string; none that is 0."""
         # Methods call the newest tokens a window where the scorer looks at them or at their queries.
         windows = (self.scorer.num_queries, getattr(self.scorer, "window", None))
@@ -712,7 +712,7 @@ class Selection:
         Raises:
           KvjaxError: for a budget in tokens that is below the sinks and recent tokens of the longest prompt.
         """
-        return _num_kept_by_length(self.budget, longest, tuple(self.protected.items()))
+        return _num_kept_by_length(self.budget, longest, tuple(self.protected_counts.items()))
 
     def max_kept(self) -> int | None:
         """Most tokens that a prompt of any length leaves; None if there is no bound."""

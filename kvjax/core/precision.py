@@ -27,13 +27,13 @@ def computes_in_32_bits(call: Callable[P, R]) -> Callable[P, R]:
             # Keys of random numbers have a dtype of JAX's own.
             return x.astype(NARROWER[x.dtype.name]) if x.dtype.name in NARROWER else x
         if callable(x) and not isinstance(x, type):
-            return widen(x)
+            return run_in_64_bits(x)
         return x
 
-    def widen(given: Callable[..., Any]) -> Callable[..., Any]:
+    def run_in_64_bits(function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
             with jax.enable_x64(True):
-                return jax.tree.map(narrow, given(*args))
+                return jax.tree.map(narrow, function(*args))
 
         return run
 

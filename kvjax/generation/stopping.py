@@ -46,16 +46,16 @@ class AnswerText:
     stop: Sequence[str] = ()
     skip_special_tokens: bool = True
 
-    def shown(self, tokens: Sequence[int]) -> str:
+    def decode_shown(self, tokens: Sequence[int]) -> str:
         """Decodes tokens, without the id that ended them; stop strings are not looked for."""
         has_eos = len(tokens) > 0 and tokens[-1] in self.eos_ids
         return self._decode(tokens[:-1] if has_eos else tokens, self.skip_special_tokens)
 
     def is_stopped(self, tokens: Sequence[int]) -> bool:
         """Whether the tokens contain a stop string."""
-        if contains_stop(self.shown(tokens), self.stop):
+        if contains_stop(self.decode_shown(tokens), self.stop):
             return True
-        return bool(self._special_stop) and contains_stop(self._written(tokens), self._special_stop)
+        return bool(self._special_stop) and contains_stop(self._decode_with_special(tokens), self._special_stop)
 
     def shorten(self, tokens: Sequence[int]) -> list[int]:
         """Returns the fewest first tokens that contain a stop string, all of them where there is none."""
@@ -66,28 +66,30 @@ class AnswerText:
 
     def text(self, tokens: Sequence[int]) -> str:
         """Returns the text up to the first stop string, all of it where there is none."""
-        return self._cut(tokens, truncate_at_stop)
+        return self._truncate(tokens, truncate_at_stop)
 
     def final_text(self, tokens: Sequence[int]) -> str:
         """Returns the part of the text that stays whatever tokens follow."""
-        return self._cut(tokens, final_prefix)
+        return self._truncate(tokens, final_prefix)
 
-    def _cut(self, tokens: Sequence[int], cut: Callable[[str, Sequence[str]], str]) -> str:
+    def _truncate(self, tokens: Sequence[int], cut: Callable[[str, Sequence[str]], str]) -> str:
         """Applies `cut` to the shown text and to the one with all special tokens: what both leave of the shown one."""
-        text = cut(self.shown(tokens), self.stop)
+        text = cut(self.decode_shown(tokens), self.stop)
         if not self._special_stop:
             return text
-        written = self._written(tokens)
-        before = cut(written, self._special_stop)
-        if self.skip_special_tokens and before != written:
+        with_special = self._decode_with_special(tokens)
+        before = cut(with_special, self._special_stop)
+        if self.skip_special_tokens and before != with_special:
             # Special tokens before the cut are in `before` and are not shown. The tokens that lie before it as a whole
             # are decoded without them; what is left are characters of the next token.
-            whole = next(n for n in range(len(tokens), -1, -1) if before.startswith(self._written(tokens[:n])))
-            rest = before[len(self._written(tokens[:whole])) :]
-            before = self._decode(tokens[:whole]) + rest
-        return text if before == written else os.path.commonprefix([text, before])
+            num_whole = next(
+                n for n in range(len(tokens), -1, -1) if before.startswith(self._decode_with_special(tokens[:n]))
+            )
+            rest = before[len(self._decode_with_special(tokens[:num_whole])) :]
+            before = self._decode(tokens[:num_whole]) + rest
+        return text if before == with_special else os.path.commonprefix([text, before])
 
-    def _written(self, tokens: Sequence[int]) -> str:
+    def _decode_with_special(self, tokens: Sequence[int]) -> str:
         return self._decode(tokens, skip_special_tokens=False)
 
     def _decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:

@@ -88,7 +88,7 @@ class ModelRanking(LayerBudgets):
         always, size = select.sinks + select.recent, select.granularity.size
         bounds = [tokens for tokens in budgets if tokens is not None]
         if len(bounds) == len(budgets) and max(bounds) < always + size:
-            protected = ", ".join(f"{name}={count}" for name, count in select.protected.items()) or "no sinks"
+            protected = ", ".join(f"{name}={count}" for name, count in select.protected_counts.items()) or "no sinks"
             raise KvjaxError(
                 f"budget={max(bounds)} is what a head keeps in the mean, and {always} tokens stay in every head "
                 f"({protected}), so that nothing is left to rank over the model; give budget>={always + size}, or "
