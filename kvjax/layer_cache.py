@@ -35,7 +35,7 @@ from kvjax.engine.layer_prompt import LayerCall, LayerInputs, LayerPrompt, begin
 from kvjax.engine.modes import ChunkedPrefill, Decode, ForwardMode, FullPrefill, PromptReplay
 from kvjax.engine.plan import bind_specs
 from kvjax.engine.positions import token_positions
-from kvjax.engine.prefill import ReplayPrompts, compress_prompts, copy_chunk
+from kvjax.engine.prefill import ChunkCopy, ReplayPrompts, compress_prompts, copy_chunks
 from kvjax.errors import KvjaxError
 from kvjax.utils import arguments
 from kvjax.utils.keywords import checks_keywords
@@ -745,31 +745,22 @@ def _compress(caches: Sequence[LayerCache]) -> list[LayerCache]:
 def _repeat_prompt(
     cache: Any, caches: Sequence[LayerCache], tokens: Array, repeat: Callable[..., Any], replay_prompts: ReplayPrompts
 ) -> Any:
-    """Runs the prompt a second time, chunk by chunk after itself; see `kvjax.engine.prefill.replay`."""
-    replays = {x.layer.bound.needs.replay for x in caches} - {None}
-    if len(replays) != 1 or any(x.layer.bound.needs.prompt_chunk for x in caches):
-        raise KvjaxError("all layers repeat the prompt in one way, and read it whole before; use one method for all")
-    (settings,) = replays
-    assert settings is not None
+    """Runs the prompt a second time, chunk by chunk after itself; see `kvjax.engine.prefill.copy_chunks`."""
+    lengths, layers = caches[0].length, [x.layer.bound for x in caches]
     # Layers with a window may repeat nothing, and keep no order.
-    lengths, order = caches[0].length, next(x.state.order for x in caches if x.layer.bound.needs.replay)
+    order = next(x.state.order for x in caches if x.layer.bound.needs.replay)
     assert lengths is not None
     B, T = len(lengths), caches[0].state.prompt.k.shape[2]
     if tokens.shape != (B, T):
         raise KvjaxError(f"tokens are those of the prompt, of shape {(B, T)}, got {tokens.shape}")
-    width = max(map(len, replay_prompts)) + settings.lead_tokens + min(settings.chunk_tokens, T)
 
     def set_start(cache: Any, start: Array | None) -> Any:
         return map_layer_caches(
             lambda x: dataclasses.replace(x, state=dataclasses.replace(x.state, start=start)), cache
         )
 
-    for start in range(0, T, settings.chunk_tokens):
-        instruction = np.asarray(replay_prompts[min(start, 1)], np.int32)
-        first = max(start - settings.lead_tokens, 0)
-        chunk = slice(first, start + settings.chunk_tokens)
-        copy, pos = _copy_tokens(tokens, order, lengths, instruction, start=start, chunk=chunk, width=width)
-        repeated = repeat(set_start(cache, jnp.int32(start)), copy, pos)
+    for copy in _copy_chunks(tokens, order, lengths, layers, replay_prompts):
+        repeated = repeat(set_start(cache, jnp.asarray(copy.start)), copy.tokens, copy.pos)
         for x in _layer_caches(repeated):
             if not isinstance(x.state, ExactPrompt) or x.state.start is None:
                 raise KvjaxError("repeat returns the cache that kvjax.attend has returned in every layer")
@@ -777,15 +768,17 @@ def _repeat_prompt(
     return cache
 
 
-@accepts_explicit_axes(lambda result, tokens, *_, **__: (PartitionSpec(spec_of(tokens)[0]),) * 2)
-def _copy_tokens(
-    tokens: Array, order: Array | None, lengths: Array, instruction: np.ndarray, *, start: int, chunk: slice, width: int
-) -> tuple[Array, Array]:
-    """Returns the tokens i32[B width] that repeat a chunk of the prompt, and their positions."""
-    copied = (tokens if order is None else jnp.take_along_axis(tokens, order, 1))[:, chunk]
-    copy, num_tokens = copy_chunk(copied, lengths, instruction, np.int32(start), np.int32(chunk.start), width=width)
-    pos = token_positions(copy, num_tokens)
-    return copy, jnp.where(pos >= 0, lengths[:, None] + pos, -1)
+@accepts_explicit_axes(lambda result, tokens, *_: jax.tree.map(lambda _: PartitionSpec(spec_of(tokens)[0]), result))
+def _copy_chunks(
+    tokens: Array,
+    order: Array | None,
+    lengths: Array,
+    layers: Sequence[BoundLayer],
+    replay_prompts: ReplayPrompts,
+) -> list[ChunkCopy]:
+    """Copies the prompts in the order in which the caches hold them, i32[B T]."""
+    tokens = tokens if order is None else jnp.take_along_axis(tokens, order, 1)
+    return copy_chunks(tokens, lengths, layers, replay_prompts)
 
 
 def _is_layer_cache(x: Any) -> bool:

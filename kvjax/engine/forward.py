@@ -54,17 +54,17 @@ def embed(
     pos = token_positions(tokens, lengths)
     if offset is not None:
         pos = jnp.where(pos >= 0, jnp.broadcast_to(offset, tokens.shape[:1])[:, None] + pos, -1)
-    hidden, angles = embed_at(params, tokens, pos, target)
-    return constrain(hidden, "B T D", target.mesh), angles, pos
+    return *embed_at(params, tokens, pos, target), pos
 
 
+@functools.partial(jax.jit, static_argnames="target")
 def embed_at(
     params: Any, tokens: Int32[Array, "B T"], pos: Int32[Array, "B T"], target: Target
 ) -> tuple[Float[Array, "B T D"], Angles]:
-    """Embeds tokens at their positions: hidden vectors, angles of RoPE."""
-    pos = jnp.maximum(pos, 0)  # padding, -1, has no position; nothing reads its angle
-    outputs = _decoder(params, target.config).apply({"params": params}, tokens, pos, method=Decoder.embed)
-    return cast(tuple[Array, Angles], outputs)
+    """Embeds tokens at their positions, -1 for padding: hidden vectors, and the angles of RoPE."""
+    pos = jnp.maximum(pos, 0)  # nothing reads the angle of padding
+    hidden, angles = _decoder(params, target.config).apply({"params": params}, tokens, pos, method=Decoder.embed)
+    return constrain(hidden, "B T D", target.mesh), angles
 
 
 def apply_unembed(params: Any, hidden: Float[Array, "*rest D"], target: Target) -> Float32[Array, "*rest V"]:

@@ -88,7 +88,7 @@ def pack_exactly(model: Model, documents: Prompts, width: int | None = None) -> 
     plan = (AllQueries(),) * model.config.layers
     target = target_for(model, tokens.size, in_place=False, num_logits=len(ids))
     with Timer().timed():
-        hidden, angles = _embed_at(outer_params(model.auto_params), tokens, pos, target=target)
+        hidden, angles = embed_at(outer_params(model.auto_params), tokens, pos, target=target)
         calls, no_states = layer_calls(plan, model.config), (None,) * len(plan)
         hidden, prompts = run_layers(model.auto_params, hidden, angles, mode, calls, no_states, target=target)
         hidden = hidden[rows, starts + lengths - 1]  # each prompt's last token
@@ -136,9 +136,6 @@ class PackedPrefill(ForwardMode):
 
         own = inputs._replace(q=unpack(inputs.q, 3), k=unpack(inputs.k, 2), v=unpack(inputs.v, 2))
         return out, prompt_of_inputs(call.layer, own, self.lengths), cross_layer
-
-
-_embed_at = jax.jit(embed_at, static_argnames="target")
 
 
 def pack_rows(lengths: Sequence[int], width: int) -> list[tuple[int, int]]:

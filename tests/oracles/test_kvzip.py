@@ -119,13 +119,12 @@ def test_each_piece_is_repeated_behind_the_instruction_and_the_tokens_before_it(
     assert replay_prompts(dataclasses.replace(model, tokenizer=None), (Repeats(),)) == ([], [])
     tokens, lengths = pad(PROMPTS)
 
-    def copy_chunk(start: int, first: int) -> list[list[int]]:
-        source, text = tokens[:, first : start + 4], np.array(texts[min(start, 1)], np.int32)
-        copy, count = prefill.copy_chunk(source, lengths, text, np.int32(start), np.int32(first), width=9)
-        return [tokens_of_copy[:n] for tokens_of_copy, n in zip(copy.tolist(), count.tolist(), strict=True)]
-
-    assert copy_chunk(0, 0) == [[90, 1, 2, 3, 4], [90, 7, 3], [90, 5, 3, 1, 60]]
-    assert copy_chunk(4, 2) == [[91, 92, 3, 4, 5, 6, 7, 8], [], [91, 92, 1, 60, 61, 62, 63]]
+    copies = [
+        [row[at >= 0].tolist() for row, at in zip(np.asarray(copy.tokens), np.asarray(copy.pos), strict=True)]
+        for copy in prefill.copy_chunks(tokens, lengths, (Repeats(),), texts)
+    ]
+    assert copies[0] == [[90, 1, 2, 3, 4], [90, 7, 3], [90, 5, 3, 1, 60]]
+    assert copies[1] == [[91, 92, 3, 4, 5, 6, 7, 8], [], [91, 92, 1, 60, 61, 62, 63]]
 
 
 @pytest.mark.parametrize("level", ["layer", "model"])
