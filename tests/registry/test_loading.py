@@ -239,7 +239,7 @@ def test_a_run_goes_on_with_the_file_and_not_with_an_edited_one(tmp_path, capsys
     # A report needs no file: the records say what is known of the method.
     del REGISTRY["value_norm"]
     recorded_run = paired_difference.RecordedRun(store.read(tmp_path / "run"))
-    assert recorded_run.methods["value_norm:budget=16"].traits.evicts
+    assert recorded_run.traits["value_norm:budget=16"].evicts
     assert cli.main(["report", "run"]) == 0
 
 

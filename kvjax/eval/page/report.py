@@ -1,4 +1,4 @@
-"""One self-contained HTML page of a run: table, plots, the papers' claims, and the conditions of the run."""
+"""One self-contained HTML page of a run: table, plots, and the conditions of the run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvjax.eval.page import intervals, paired_difference, paper_claims, plots, summary
+from kvjax.eval.page import intervals, paired_difference, plots, summary
 from kvjax.eval.page.paired_difference import Difference
 from kvjax.eval.page.summary import Record, Row
 from kvjax.eval.run import store
@@ -51,10 +51,6 @@ def render(records: Sequence[Record], run: Mapping[str, Any]) -> str:
     rows = summary.rows(sorted(records, key=lambda r: place.get(r["method"], len(place))))
     methods = summary.distinct_values(rows, "method")
     lengths = summary.lengths(rows) or [None]
-    claims: dict[str, list[dict[str, Any]]] = {}
-    for f in paper_claims.check(rows, records):
-        parts = [(task, paired_difference.format_difference(d, f.measure)) for task, d in f.parts]
-        claims.setdefault(f.claim, []).append({"finding": f, "parts": parts, "kind": f.verdict.replace(" ", "-")})
     options = {"autoescape": True, "undefined": jinja2.StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
     page = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), **options)
     page.filters["breaks"] = lambda text: markupsafe.Markup(re.sub("([,.:])", r"\1<wbr>", str(markupsafe.escape(text))))
@@ -72,11 +68,8 @@ def render(records: Sequence[Record], run: Mapping[str, Any]) -> str:
         ],
         legend=[(m, markupsafe.Markup(plots.marker_svg(s))) for m, s in plots.assign_styles(methods).items()],
         scale=plots.COLOR_SCALE,
-        findings=list(claims.items()),
         limits={
             "confidence": f"{100 * intervals.CONFIDENCE:.0f}%",
-            "near": f"{100 * paired_difference.NEAR_LOSS:.0f}",
-            "near_bits": paired_difference.NEAR_LOSS,
             "loss": f"{100 * paired_difference.TOLERATED_LOSS:.0f}",
             "loss_bits": paired_difference.TOLERATED_LOSS,
             "enough": paired_difference.ENOUGH_CONTEXTS,
@@ -161,7 +154,7 @@ def _differences_to_full(
     for task in summary.distinct_values(rows, "task"):
         own = {r["method"]: r["device_percent"] for r in rows if r["task"] == task and r["device_percent"] is not None}
         for method in sorted(own.keys() & run.cases.keys() - {full}, key=own.__getitem__):
-            differences = ((run.difference(method, full, v, task), name) for name, v in paired_difference.MEASURES)
+            differences = ((run.difference(method, full, m, task), m.name) for m in paired_difference.MEASURES)
             if first := next(((d, name) for d, name in differences if d is not None), None):
                 found.setdefault(task, {})[method] = first
     enough = paired_difference.ENOUGH_CONTEXTS

@@ -10,7 +10,7 @@ import pytest
 
 from kvjax import cli
 from kvjax.errors import KvjaxError
-from kvjax.eval.page import paired_difference, report
+from kvjax.eval.page import report
 from tests.eval import fake_run
 from tests.helpers import browser
 
@@ -159,15 +159,6 @@ def test_enough_contexts_that_all_agree_do_show_it():
     assert "with 95% confidence" not in flat
 
 
-@pytest.mark.parametrize(
-    ("low", "cases", "keeps_up"),
-    [(-0.04, 15, False), (-0.04, 16, True), (-0.05, 64, True), (-0.06, 64, False), (0.01, 64, True), (None, 64, False)],
-)
-def test_who_keeps_up(low, cases, keeps_up):
-    difference = paired_difference.Difference(0.02, low, None if low is None else 0.1, 0.52, 0.5, cases)
-    assert paired_difference.keeps_up(difference) == keeps_up
-
-
 def test_numbers_of_the_table(page):
     rows = [c for c in page.cells if c[0] == "td" or c[1].get("scope") == "row"]
     kivi = next(i for i, c in enumerate(rows) if c[2] == "kivi:bits=1")
@@ -179,10 +170,6 @@ def test_numbers_of_the_table(page):
 
 def test_what_the_run_says_is_escaped(text):
     assert "a &lt;fast&gt; one" in text and "a <fast> one" not in text
-
-
-def test_orders_are_listed(text):
-    assert "SpeCache is better than KIVI at 1 bit" in text and "It needs <code>" in text and "by task" in text
 
 
 SHOWN = ".scroll:not([hidden])"  # of the tables, one for each length
