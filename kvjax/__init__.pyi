@@ -2,6 +2,7 @@
 
 from . import cache_ops as cache_ops
 from . import cachegen as cachegen
+from . import custom_decoder as custom_decoder
 from . import errors as errors
 from . import eval as eval
 from . import functional as functional
@@ -13,7 +14,6 @@ from . import testing as testing
 from .cache.accounting import CacheBytes, kept_positions, state_bytes
 from .cache.method import Method
 from .cache.protocol import Cache
-from .core.rope import Rope, RopeScaling
 from .core.step_bytes import StepBytes
 from .engine.sampling import SamplingParams
 from .errors import IncompatibleMethod, KvjaxError, KvjaxWarning
@@ -24,11 +24,9 @@ from .generation.memory_plan import planned_bytes, step_bytes
 from .generation.model_calls import extend, logits, prefill, score
 from .generation.options import GenerateOptions
 from .generation.result import Result
-from .layer_cache import LayerCache, attach, attend, finish, specs_of
 from .models.config import Config
 from .models.model import Model, load, random_model
 from .registry.strings import compose, name_of, parse
-from .rope_check import check_rope
 
 __version__: str
 
@@ -41,21 +39,14 @@ __all__ = [
     "IncompatibleMethod",
     "KvjaxError",
     "KvjaxWarning",
-    "LayerCache",
     "Method",
     "Model",
     "Result",
-    "Rope",
-    "RopeScaling",
     "SamplingParams",
     "StepBytes",
-    "attach",
-    "attend",
     "chat",
-    "check_rope",
     "compose",
     "extend",
-    "finish",
     "generate",
     "kept_positions",
     "load",
@@ -69,7 +60,6 @@ __all__ = [
     "read",
     "resume",
     "score",
-    "specs_of",
     "state_bytes",
     "step_bytes",
     "stream",

@@ -43,13 +43,13 @@ from kvjax.core.precision import computes_in_32_bits
 from kvjax.core.random import key_from_seed
 from kvjax.core.rope import Rope
 from kvjax.core.types import Array
+from kvjax.custom_decoder.layer_cache import map_layer_caches
 from kvjax.engine import decode as _decode
 from kvjax.engine import plan as _plan
 from kvjax.engine import prefill as _prefill
 from kvjax.engine.forward import Plan, Target, exact_logits
 from kvjax.engine.sampling import SamplingParams
 from kvjax.errors import KvjaxError
-from kvjax.layer_cache import map_layer_caches
 from kvjax.models.config import Config
 from kvjax.utils import arguments
 from kvjax.utils.keywords import checks_keywords
@@ -278,7 +278,7 @@ def take(cache: Any, sequences: Array) -> Any:
     calibrated basis, stays as it is.
 
     Args:
-      cache: of B sequences; or what `kvjax.attach` returned, after the prompt, in the caller's own pytree.
+      cache: of B sequences; or what `custom_decoder.attach` returned, after the prompt, in the caller's own pytree.
       sequences: i32[n], which of them, in this order, each as often as it is named.
 
     Returns:

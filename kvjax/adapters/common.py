@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-import kvjax
+from kvjax import custom_decoder
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.mesh import to_numpy
 from kvjax.core.rope import Rope, RopeScaling
@@ -18,7 +18,7 @@ from kvjax.core.types import Array
 from kvjax.errors import KvjaxError
 
 GIVES = ("hidden", "output_projection", "cross_layer", "finish", "repeat")
-"""Names for `kvjax.attach` of what the adapters give to methods."""
+"""Names for `custom_decoder.attach` of what the adapters give to methods."""
 
 PROBE_TOKENS = 6
 PROBE_CAPACITY = 64
@@ -46,7 +46,7 @@ class CacheHandle:
     def attend(self, q: Array, k: Array, v: Array, hidden: Array, output_projection: Array) -> Array:
         """Attends [B T N H] to this layer's cache, which then holds the new tokens; returns [B T N V]."""
         forward_pass = self.forward_pass
-        out, forward_pass.layers[self.index], forward_pass.cross_layer = kvjax.attend(
+        out, forward_pass.layers[self.index], forward_pass.cross_layer = custom_decoder.attend(
             forward_pass.layers[self.index],
             q,
             k,
@@ -99,7 +99,9 @@ def check_layer(
     positions = jnp.arange(PROBE_TOKENS, dtype=jnp.int32)[None]
     mask = jnp.tril(jnp.ones((1, PROBE_TOKENS, PROBE_TOKENS), bool))
     only_layer = dataclasses.replace(spec, index=0, num_layers=1, method_layers=None)
-    handle = CacheHandle(ForwardPass(kvjax.attach("full", [only_layer], capacity=PROBE_CAPACITY), positions), 0)
+    handle = CacheHandle(
+        ForwardPass(custom_decoder.attach("full", [only_layer], capacity=PROBE_CAPACITY), positions), 0
+    )
     problem = ""
     try:
         want = run(None, x, positions, mask).astype(jnp.float32)

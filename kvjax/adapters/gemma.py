@@ -11,7 +11,7 @@ Under a method whose size is constant, a conversation may become longer than `ca
 the cache is an error, and no answer stops in silence.
 
 `init_cache` and `apply` are the model alone, for loops of one's own. Nothing of the package is replaced: Flax's
-interceptors hand queries, keys and values to `kvjax.attend`, while `apply` runs.
+interceptors hand queries, keys and values to `custom_decoder.attend`, while `apply` runs.
 """
 
 # pyright: reportMissingImports=false
@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
 
-import kvjax
+from kvjax import custom_decoder
 from kvjax.adapters.common import GIVES, CacheHandle, ForwardPass, check_layer, make_rope
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.mesh import to_numpy
@@ -81,7 +81,7 @@ def layer_specs(model: Any) -> tuple[LayerSpec, ...]:
     local_rope = make_rope(c.head_dim, c.local_base_frequency, c.local_scale_factor)
     global_rope = make_rope(c.head_dim, c.global_base_frequency, c.global_scale_factor)
     is_local = [kind == _modules.AttentionType.LOCAL_SLIDING for kind in c.attention_types]
-    return kvjax.specs_of(
+    return custom_decoder.specs_of(
         c.num_layers,
         c.num_heads,
         c.num_kv_heads,
@@ -101,9 +101,9 @@ def init_cache(model: Any, method: Any, cache_length: int) -> dict[int, Any]:
       cache_length: tokens that a sequence may grow to; methods of constant size go on beyond it.
 
     Returns:
-      {layer: LayerCache}, see `kvjax.attach`. The first `apply` is the prompt.
+      {layer: LayerCache}, see `custom_decoder.attach`. The first `apply` is the prompt.
     """
-    return kvjax.attach(method, layer_specs(model), capacity=cache_length, gives=GIVES)
+    return custom_decoder.attach(method, layer_specs(model), capacity=cache_length, gives=GIVES)
 
 
 def apply(
@@ -132,7 +132,7 @@ def apply(
 
     logits, cache = run(cache, tokens, positions)
     if is_prompt:
-        cache = kvjax.finish(cache, tokens=tokens, repeat=lambda *arguments: run(*arguments)[1])
+        cache = custom_decoder.finish(cache, tokens=tokens, repeat=lambda *arguments: run(*arguments)[1])
     return logits, cache
 
 

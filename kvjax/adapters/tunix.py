@@ -10,7 +10,7 @@ compiles, and donates the states as it does its own.
 
 The classes of this object's model and attention layers are replaced by subclasses. The model's `__call__` reads
 positions and padding once for all layers, and compresses after the prompt where a method does. An attention's `block`
-hands its rotated queries, keys and values to `kvjax.attend`. Calls without a cache (training, scoring) run the
+hands its rotated queries, keys and values to `custom_decoder.attend`. Calls without a cache (training, scoring) run the
 package's code.
 """
 
@@ -28,7 +28,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-import kvjax
+from kvjax import custom_decoder
 from kvjax.adapters.common import GIVES, PROBE_CAPACITY, CacheHandle, ForwardPass, check_layer, make_rope
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.types import Array
@@ -228,13 +228,14 @@ def use(model: Any, method: Any) -> Use:
     if installed is not None:
         installed.remove()
     specs = layer_specs(model)
-    kvjax.attach(method, specs, capacity=PROBE_CAPACITY, gives=GIVES)  # refuses here what it would refuse at the prompt
+    # Refuses here what it would refuse at the prompt.
+    custom_decoder.attach(method, specs, capacity=PROBE_CAPACITY, gives=GIVES)
     classes: list[tuple[Any, type]] = []
     undo = Use(model, classes)
     checked = set()
     for layer, spec in zip(model.layers, specs, strict=True):
         if spec.without_index not in checked:  # layers of one kind differ in their weights alone
-            kvjax.check_rope(spec, functools.partial(family.rotate, module, layer.attn))
+            custom_decoder.check_rope(spec, functools.partial(family.rotate, module, layer.attn))
             _check_attention(family, module, layer.attn, spec)
             checked.add(spec.without_index)
         for part, make in ((layer.attn, _attention_class), (layer, _without_remat)):
@@ -262,7 +263,7 @@ def layer_specs(model: Any) -> tuple[LayerSpec, ...]:
         by_layer["rope"].append(make_rope(head_dim, theta, divisor))
         by_layer["window"].append(attention.sliding_window_size if is_local else None)
         by_layer["soft_cap"].append(getattr(attention, "attn_logits_soft_cap", None))
-    return kvjax.specs_of(len(model.layers), **by_layer)
+    return custom_decoder.specs_of(len(model.layers), **by_layer)
 
 
 def _family_of(model: Any) -> tuple[_Family, ModuleType]:
@@ -272,7 +273,7 @@ def _family_of(model: Any) -> tuple[_Family, ModuleType]:
     names = ", ".join(name.split(".")[2] for name in FAMILIES)
     raise KvjaxError(
         f"{type(model).__module__}.{type(model).__name__} is no model that this adapter knows; it knows google-tunix' "
-        f"{names}. docs/your_model.md shows the two lines that put kvjax.attend into any other decoder"
+        f"{names}. docs/your_model.md shows the two lines that put kvjax.custom_decoder.attend into any other decoder"
     )
 
 
@@ -346,7 +347,7 @@ def _model_class(base: type, method: Any, specs: tuple[LayerSpec, ...], undo: Us
     self_name, tokens_name, *_ = signature.parameters
 
     def init_cache(self, batch_size, cache_size, dtype=None):
-        layers = kvjax.attach(method, specs, capacity=cache_size, gives=GIVES)
+        layers = custom_decoder.attach(method, specs, capacity=cache_size, gives=GIVES)
         return TunixCache.pack(layers, jnp.zeros(batch_size, jnp.int32), is_prompt=True)
 
     def __call__(self, *args, **kwargs):
@@ -379,7 +380,7 @@ def _model_class(base: type, method: Any, specs: tuple[LayerSpec, ...], undo: Us
 
         logits, layers = run(tokens, positions, cache.unpack())
         if cache.is_prompt:
-            layers = kvjax.finish(
+            layers = custom_decoder.finish(
                 layers, tokens=tokens, repeat=lambda layers, tokens, positions: run(tokens, positions, layers)[1]
             )
         return logits, TunixCache.pack(layers, cache.num_tokens + tokens.shape[1])

@@ -1,11 +1,5 @@
 """Any method inside a decoder that is not kvjax's: the cache of one layer, and attention that reads and fills it.
 
-    specs = kvjax.specs_of(num_layers, heads, kv_heads, head_dim, rope=kvjax.Rope(head_dim, theta=10_000.0))
-    cache = kvjax.attach("snapkv:budget=256", specs, capacity=4096)   # {0: LayerCache, 1: LayerCache, ..}
-
-    out, cache[i] = kvjax.attend(cache[i], q, k, v, positions)      # in layer i, in place of its attention
-    cache = kvjax.finish(cache)                                     # after the prompt; a few methods need it
-
 The first call of a layer is its prompt, all further ones are steps: the state says which, so that it is static under
 `jax.jit`. A prompt or a step runs the forward modes of `kvjax.engine` that kvjax's own decoder runs; there is no second
 path. `docs/your_model.md` leads through it.
@@ -41,7 +35,7 @@ from kvjax.utils import arguments
 from kvjax.utils.keywords import checks_keywords
 from kvjax.utils.mesh_context import keeps_callers_mesh
 
-_WITHOUT_MESH = "leave mesh out of kvjax.attach: the cache is then divided as q, k and v are"
+_WITHOUT_MESH = "leave mesh out of attach(..): the cache is then divided as q, k and v are"
 
 LAYOUTS = "BTNH", "BNTH"
 """Orders of the axes of queries: sequences, tokens, heads, channels; keys and values have K in place of N."""
@@ -129,7 +123,7 @@ class LayerCache:
     def __repr__(self) -> str:
         if isinstance(self.state, Empty):
             return f"LayerCache(empty, capacity {self.layer.capacity} tokens a sequence)"
-        waits = ", waits for kvjax.finish" if isinstance(self.state, ExactPrompt) else ""
+        waits = ", waits for custom_decoder.finish" if isinstance(self.state, ExactPrompt) else ""
         num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self))
         return f"LayerCache({num_bytes:,} bytes, capacity {self.layer.capacity} tokens a sequence{waits})"
 
@@ -137,7 +131,9 @@ class LayerCache:
     def positions(self) -> Array:
         """i32[B 1|K S], the position of the token in each slot, -1 for an empty slot."""
         if isinstance(self.state, Empty | ExactPrompt):
-            raise KvjaxError("this cache holds no compressed prompt yet: attend the prompt first, then kvjax.finish")
+            raise KvjaxError(
+                "this cache holds no compressed prompt yet: attend the prompt first, then cache = finish(cache)"
+            )
         sequences = spec_of(self.length)
         return accepts_explicit_axes(lambda *_: sequences)(self.layer.bound.positions)(self.state)
 
@@ -162,7 +158,7 @@ def specs_of(
       heads: query heads.
       kv_heads: key/value heads; query head n reads key/value head n // (heads // kv_heads).
       head_dim: width of queries and keys.
-      rope: the rotary embedding by which queries and keys were rotated, `kvjax.Rope(dim, theta, scaling)`; None for a
+      rope: the rotary embedding by which queries and keys were rotated, `Rope(dim, theta, scaling)`; None for a
         layer without. `check_rope` compares it with a decoder's own function.
       window: latest positions that a query sees, its own included; None for all.
       soft_cap: c in c * tanh(s / c), which bounds the logits s (Gemma 2); None for none.
@@ -209,8 +205,7 @@ def specs_of(
             )
         if not isinstance(fields["rope"], Rope | None):
             raise KvjaxError(
-                f"rope{where} is kvjax.Rope(dim, theta=.., scaling=..), or None without rotation, "
-                f"got {fields['rope']!r:.80}"
+                f"rope{where} is Rope(dim, theta=.., scaling=..), or None without rotation, got {fields['rope']!r:.80}"
             )
         layer_rope = fields["rope"] or Rope(0)
         if layer_rope.dim > H or layer_rope.dim % 2:
@@ -273,15 +268,17 @@ def attach(
     capacity = arguments.integer("capacity", capacity)
     specs = tuple(specs) if isinstance(specs, Sequence) else specs
     if not isinstance(specs, tuple) or not specs or not all(isinstance(spec, LayerSpec) for spec in specs):
-        raise KvjaxError(f"specs are those of kvjax.specs_of(num_layers, heads, kv_heads, ..), got {specs!r:.80}")
+        raise KvjaxError(
+            f"specs are what custom_decoder.specs_of(num_layers, heads, kv_heads, ..) returns, got {specs!r:.80}"
+        )
     if [(spec.index, spec.num_layers) for spec in specs] != [(i, len(specs)) for i in range(len(specs))]:
         raise KvjaxError(
-            "specs name other layers than their places say; take all that kvjax.specs_of returns, in their order"
+            "specs name other layers than their places say; take all that specs_of has returned, in their order"
         )
     if reading := [spec.index for spec in specs if spec.reads_layer is not None]:
         raise KvjaxError(
-            f"layer {reading[0]} reads the keys and values of another layer, and kvjax.attach does not serve such "
-            "layers yet: write the model as a kvjax Config (AttentionKind.reads_layer)"
+            f"layer {reading[0]} reads the keys and values of another layer, and custom_decoder.attach does not serve "
+            "such layers yet: write the model as a kvjax Config (AttentionKind.reads_layer)"
         )
     gives = {gives} if isinstance(gives, str) else set(gives)
     if unknown := sorted(gives - GIVES.keys()):
@@ -412,8 +409,8 @@ def attend(
     """
     if not isinstance(cache, LayerCache):
         raise KvjaxError(
-            f"cache is that of one layer, an entry of what kvjax.attach returns, got {type(cache).__name__}; give "
-            "cache[i] in layer i"
+            f"cache is that of one layer, an entry of what custom_decoder.attach returns, got {type(cache).__name__}; "
+            "give cache[i] in layer i"
         )
     layer, state, needs = cache.layer, cache.state, cache.layer.bound.needs
     spec = layer.spec
@@ -430,7 +427,7 @@ def attend(
     in_use = jax.sharding.get_abstract_mesh()
     if layer.mesh is not None and not in_use.empty and in_use.shape != layer.mesh.shape:
         raise KvjaxError(
-            f"kvjax.attach was given the mesh {dict(layer.mesh.shape)} and this program runs on {dict(in_use.shape)}; "
+            f"attach was given the mesh {dict(layer.mesh.shape)} and this program runs on {dict(in_use.shape)}; "
             f"use one mesh for both, or {_WITHOUT_MESH}"
         )
     if layer.mesh is not None:
@@ -440,7 +437,7 @@ def attend(
     if isinstance(state, ExactPrompt) and state.start is None:
         raise KvjaxError(
             "this method compresses once all layers have seen the prompt, and the cache still waits for that: "
-            "cache = kvjax.finish(cache) after the prompt, then go on"
+            "cache = finish(cache) after the prompt, then go on"
         )
     observes_inputs = (is_prompt or is_copy) and not needs.prompt_chunk
     hidden, output_projection = _check_observed(needs, hidden, output_projection, (B, T), spec, observes_inputs)
@@ -545,7 +542,9 @@ def _arrange(q: Array, k: Array, v: Array, layout: str, spec: LayerSpec) -> tupl
             f"{name} [{axes.format(*sizes)}]" for name, sizes in (("q", (K * G, H)), ("k", (K, H)), ("v", (K, V)))
         )
         remedy = (
-            f"they fit the layout {other!r}: say layout={other!r}" if fits(other) else "correct kvjax.specs_of, or them"
+            f"they fit the layout {other!r}: say layout={other!r}"
+            if fits(other)
+            else "correct the call of specs_of, or them"
         )
         raise KvjaxError(
             f"q {q.shape}, k {k.shape} and v {v.shape} contradict this layer's spec, by which they are {want} in the "
@@ -646,7 +645,7 @@ def _find_wrong(
     if to_numpy(has_other_values).any():
         raise KvjaxError(
             f"the spec says that values are the channels of the keys from {first} on, and v holds others; give "
-            "v = k[..., values_from:values_from + value_dim], or leave values_from out of kvjax.specs_of"
+            "v = k[..., values_from:values_from + value_dim], or leave values_from out of specs_of"
         )
     if to_numpy(does_not_continue).any():
         b = int(np.argmax(to_numpy(does_not_continue)))
@@ -655,7 +654,7 @@ def _find_wrong(
         if start:
             raise KvjaxError(
                 f"sequence {b} holds {start} tokens, so that positions continue with {start}, got {got}; another "
-                "prompt needs a cache of its own from kvjax.attach"
+                "prompt needs a cache of its own: attach(..)"
             )
         raise KvjaxError(
             "a prompt has the positions 0, 1, 2, .. in each sequence, in ascending order, and -1 for padding; "
@@ -763,7 +762,7 @@ def _repeat_prompt(
         repeated = repeat(set_start(cache, jnp.asarray(copy.start)), copy.tokens, copy.pos)
         for x in _layer_caches(repeated):
             if not isinstance(x.state, ExactPrompt) or x.state.start is None:
-                raise KvjaxError("repeat returns the cache that kvjax.attend has returned in every layer")
+                raise KvjaxError("repeat returns the cache that attend has returned in every layer")
         cache = set_start(repeated, None)
     return cache
 
@@ -795,7 +794,7 @@ def _layer_caches(cache: Any) -> list[LayerCache]:
     """The layers' caches in a pytree; raises KvjaxError where there are none."""
     caches = [x for x in jax.tree.leaves(cache, is_leaf=_is_layer_cache) if _is_layer_cache(x)]
     if not caches:
-        raise KvjaxError(f"cache is what kvjax.attach returns, of all layers, got {type(cache).__name__}")
+        raise KvjaxError(f"cache is what custom_decoder.attach returns, of all layers, got {type(cache).__name__}")
     return caches
 
 

@@ -44,7 +44,7 @@ def check_rope(spec: LayerSpec | Rope, rotate: Callable[[Array, Array], Array], 
     elif isinstance(spec, Rope):
         rope, H = spec, spec.dim
     else:
-        raise KvjaxError(f"spec is an entry of kvjax.specs_of(..), or a kvjax.Rope, got {type(spec).__name__}")
+        raise KvjaxError(f"spec is an entry of specs_of(..), or a custom_decoder.Rope, got {type(spec).__name__}")
     if layout not in ("BTNH", "BNTH"):
         raise KvjaxError(f"layout is one of 'BTNH', 'BNTH', got {layout!r:.60}")
     x, positions = _unit_vectors(H)
@@ -91,14 +91,14 @@ def _describe(got: np.ndarray, want: np.ndarray, rope: Rope) -> str:
     identity = np.eye(H)
     moved = np.abs(got - identity[:, None]).max(1)  # how far each unit vector goes, by channel
     if not (moved > TOLERANCE).any():
-        return "does not rotate at all: say rope=None in kvjax.specs_of"
+        return "does not rotate at all: say rope=None in specs_of"
     zero = got[:, POSITIONS.index(0)]
     if np.abs(zero - identity).max() > TOLERANCE:
         scale = np.diag(zero)
         if np.abs(zero - np.diag(scale)).max() <= TOLERANCE:
             return (
                 f"multiplies vectors by {scale.max():.4g} at position 0: leave that factor out of rotate, and give "
-                "kvjax.attend(.., scale=..) its square times the usual scale"
+                "attend(.., scale=..) its square times the usual scale"
             )
         return "rotates at position 0: it counts positions from another start, and kvjax from 0"
     others = moved * (1 - identity)
@@ -109,7 +109,7 @@ def _describe(got: np.ndarray, want: np.ndarray, rope: Rope) -> str:
         return "is no rotation: vectors change their lengths"
     if rotates[0] != 0 or rotates[-1] != dim - 1:
         return (
-            f"rotates the channels {rotates[0]}..{rotates[-1]}, and kvjax the first ones: give kvjax.attend q and k "
+            f"rotates the channels {rotates[0]}..{rotates[-1]}, and kvjax the first ones: give attend q and k "
             "with these channels first (dot products stay as they are), and Rope their number"
         )
     half = dim // 2
@@ -125,7 +125,7 @@ def _describe(got: np.ndarray, want: np.ndarray, rope: Rope) -> str:
     found = []
     if is_interleaved and dim > 2:
         found.append(
-            "has interleaved pairs (2i, 2i + 1), and kvjax pairs (i, i + dim / 2): give kvjax.attend q[..., order] and "
+            "has interleaved pairs (2i, 2i + 1), and kvjax pairs (i, i + dim / 2): give attend q[..., order] and "
             f"k[..., order] with order = np.r_[0:{dim}:2, 1:{dim}:2, {dim}:{H}], by which dot products stay as they are"
         )
     if dim != rope.dim:
@@ -157,13 +157,13 @@ def _describe_frequencies(freq: np.ndarray, rope: Rope) -> list[str]:
         ratio = freq / (1.0 / rope.theta ** (np.arange(half) / half))
         return [
             f"scales its frequencies by {ratio.min():.3g} to {ratio.max():.3g} of those of theta={rope.theta:g}: give "
-            "the decoder's scaling, Rope(.., scaling=kvjax.RopeScaling('llama3', ..)), or that of 'yarn' or 'longrope'"
+            "the decoder's scaling, Rope(.., scaling=RopeScaling('llama3', ..)), or that of 'yarn' or 'longrope'"
         ]
     found = []
     if abs(theta / rope.theta - 1) > 0.02:
         found.append(f"looks like theta={theta:.3g} and not {rope.theta:g}: say Rope({2 * half}, theta=..)")
     if abs(factor - 1) > 0.02:
-        found.append(f"divides positions by {factor:.3g}: say scaling=kvjax.RopeScaling('linear', {factor:.3g})")
+        found.append(f"divides positions by {factor:.3g}: say scaling=RopeScaling('linear', {factor:.3g})")
     if not found and rope.scaling is not None:
         found.append(f"has no scaling of its frequencies, and the spec has {rope.scaling.kind!r}")
     return found or [f"has other frequencies, {freq[:3]} at first"]

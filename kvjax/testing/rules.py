@@ -26,12 +26,12 @@ from kvjax.cache.validation import find_difference, uncompared_fields
 from kvjax.core import memory
 from kvjax.core.rope import Rope
 from kvjax.core.types import Array, KVBlock
+from kvjax.custom_decoder import attach, attend, finish, specs_of
 from kvjax.engine.plan import bind
 from kvjax.errors import KvjaxError
 from kvjax.generation.generate import generate
 from kvjax.generation.memory_plan import planned_bytes
 from kvjax.generation.model_calls import capacity_for, extend_padded, logits, run_prompts
-from kvjax.layer_cache import attach, attend, finish, specs_of
 from kvjax.models.model import Model
 from kvjax.registry.strings import method_of
 from kvjax.testing.index_guard import GuardedMethod, IndexRead

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, reshard
 
-import kvjax
+from kvjax import custom_decoder
 from tests.attach.plain_decoder import rotate
 
 RULES = {"batch": "x", "heads": ("y", "z"), "kv_heads": "y", "ffw": ("y", "z"), "vocab": ("y", "z")}
@@ -77,7 +77,7 @@ def forward(weights, tokens, positions, cache, **given):
         if cache is None:
             out = plain_attention(q, k, v, positions)
         else:
-            out, cache[i], above = kvjax.attend(
+            out, cache[i], above = custom_decoder.attend(
                 cache[i],
                 q,
                 k,

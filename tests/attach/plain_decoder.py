@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-import kvjax
+from kvjax import custom_decoder
 
 
 def norm(x, w):
@@ -29,7 +29,7 @@ def run_layer(w: Any, x, pos, cache, up=None, **given):
     q = q.reshape(*q.shape[:2], -1, q.shape[4])
     k, v = (jnp.einsum("btd,dkh->btkh", h, a[name]["kernel"]) for name in "kv")
     o = a["o"]["kernel"].reshape(q.shape[2], v.shape[3], -1)
-    out, cache, up = kvjax.attend(
+    out, cache, up = custom_decoder.attend(
         cache, rotate(q, pos), rotate(k, pos), v, pos, hidden=h, output_projection=o, cross_layer=up, **given
     )
     x = x + jnp.einsum("btnh,nhd->btd", out, o)

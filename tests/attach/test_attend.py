@@ -1,4 +1,4 @@
-"""`kvjax.attend` on the tensors of one layer: padding, layouts, transformations, rules of models, and refusals."""
+"""`custom_decoder.attend` on the tensors of one layer: padding, layouts, transformations, models' rules, refusals."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from flax import nnx
 from jax import lax
 
 import kvjax
+from kvjax import custom_decoder
 from kvjax.core import memory
 from kvjax.engine.layer_prompt import LayerInputs
 from kvjax.engine.modes import Decode, FullPrefill
@@ -19,8 +20,8 @@ from tests.attach import plain_decoder
 
 B, N, K, H, V, T, NEW, CAPACITY = 2, 4, 2, 8, 8, 10, 3, 32
 LENGTHS = np.array([10, 7], np.int32)
-ROPE = kvjax.Rope(H)
-SPECS = kvjax.specs_of(1, N, K, H, rope=ROPE)
+ROPE = custom_decoder.Rope(H)
+SPECS = custom_decoder.specs_of(1, N, K, H, rope=ROPE)
 METHODS = ("full", "snapkv:budget=6,window=2,kernel=3", "h2o:heavy=3,recent=2", "kivi:bits=4,group=4,residual=4")
 
 
@@ -31,9 +32,9 @@ def random_tokens(seed: int = 0, num_tokens: int = T + NEW, value_dim: int = V) 
     return tuple(jnp.asarray(rng.normal(size=(B, num_tokens, *shape)) * 2, jnp.float32) for shape in shapes)
 
 
-def layer_cache(method="full", specs=SPECS, **given) -> kvjax.LayerCache:
+def layer_cache(method="full", specs=SPECS, **given) -> custom_decoder.LayerCache:
     """The empty cache of a model of one layer."""
-    return kvjax.attach(method, specs, CAPACITY, **given)[0]
+    return custom_decoder.attach(method, specs, CAPACITY, **given)[0]
 
 
 def place(x: jax.Array, columns: np.ndarray, width: int) -> jax.Array:
@@ -57,7 +58,7 @@ def pad(side: str) -> tuple[np.ndarray, np.ndarray, int]:
     return columns, positions, width
 
 
-attend = jax.jit(kvjax.attend)
+attend = jax.jit(custom_decoder.attend)
 
 
 def steps_after(cache, tokens) -> list[np.ndarray]:
@@ -87,13 +88,15 @@ def test_padding_may_stand_on_any_side_and_may_hold_anything(method):
 
 def test_a_step_of_padding_alone_changes_nothing_and_of_one_sequence_only_that():
     tokens = random_tokens()
-    _, cache = kvjax.attend(layer_cache("h2o:heavy=3,recent=2"), *(x[:, :T] for x in tokens), right_positions())
+    _, cache = custom_decoder.attend(
+        layer_cache("h2o:heavy=3,recent=2"), *(x[:, :T] for x in tokens), right_positions()
+    )
     q, k, v = (x[:, T:] for x in tokens)
-    _, after = kvjax.attend(cache, q, k, v, np.full((B, NEW), -1))
+    _, after = custom_decoder.attend(cache, q, k, v, np.full((B, NEW), -1))
     assert jax.tree.structure(after) == jax.tree.structure(cache)
     jax.tree.map(np.testing.assert_array_equal, memory.without_guards(after), memory.without_guards(cache))
     only_second = np.array([[-1, -1, -1], [-1, 7, 8]])
-    _, after = kvjax.attend(cache, q, k, v, only_second)
+    _, after = custom_decoder.attend(cache, q, k, v, only_second)
     assert after.length.tolist() == [10, 9]
     np.testing.assert_array_equal(after.positions[0], cache.positions[0])
 
@@ -104,29 +107,29 @@ def right_positions() -> np.ndarray:
 
 def test_layouts_give_the_same_and_the_wrong_one_is_named():
     q, k, v = (x[:, :T] for x in random_tokens())
-    out, cache = kvjax.attend(layer_cache(), q, k, v, right_positions())
+    out, cache = custom_decoder.attend(layer_cache(), q, k, v, right_positions())
     swapped = [jnp.swapaxes(x, 1, 2) for x in (q, k, v)]
-    other, again = kvjax.attend(layer_cache(), *swapped, right_positions(), layout="BNTH")
+    other, again = custom_decoder.attend(layer_cache(), *swapped, right_positions(), layout="BNTH")
     np.testing.assert_array_equal(jnp.swapaxes(other, 1, 2), out)
     jax.tree.map(np.testing.assert_array_equal, memory.without_guards(again), memory.without_guards(cache))
     with pytest.raises(KvjaxError, match="they fit the layout 'BNTH': say layout='BNTH'"):
-        kvjax.attend(layer_cache(), *swapped, right_positions())
+        custom_decoder.attend(layer_cache(), *swapped, right_positions())
 
 
 @pytest.mark.parametrize("soft_cap", [None, 1.0])
 @pytest.mark.parametrize("window", [None, 4])
 def test_windows_soft_caps_sinks_scales_and_narrow_values_reach_prompt_and_steps(window, soft_cap):
     value_dim, scale = 4, 0.7
-    specs = kvjax.specs_of(1, N, K, H, rope=ROPE, window=window, soft_cap=soft_cap, value_dim=value_dim)
+    specs = custom_decoder.specs_of(1, N, K, H, rope=ROPE, window=window, soft_cap=soft_cap, value_dim=value_dim)
     sinks = np.array([0.5, -1.0, 2.0, 0.0], np.float32)
     q, k, v = tokens = random_tokens(value_dim=value_dim)
-    prompt, cache = kvjax.attend(
+    prompt, cache = custom_decoder.attend(
         layer_cache(specs=specs), *(x[:, :T] for x in tokens), right_positions(), sinks=sinks, scale=scale
     )
     outs = [prompt]
     at = LENGTHS[:, None] + np.arange(NEW)
     new = [jnp.take_along_axis(x, jnp.asarray(at)[..., None, None], 1) for x in tokens]
-    out, cache = kvjax.attend(cache, *new, at, sinks=sinks, scale=scale)
+    out, cache = custom_decoder.attend(cache, *new, at, sinks=sinks, scale=scale)
     outs.append(out)
     for b, n in enumerate(LENGTHS):
         total = int(n) + NEW
@@ -139,16 +142,16 @@ def test_windows_soft_caps_sinks_scales_and_narrow_values_reach_prompt_and_steps
 @pytest.mark.parametrize("method", METHODS)
 def test_shapes_are_the_same_before_and_after_a_step(method):
     q, k, v = (x[:, :T] for x in random_tokens())
-    _, cache = jax.eval_shape(kvjax.attend, layer_cache(method), q, k, v, jnp.asarray(right_positions()))
+    _, cache = jax.eval_shape(custom_decoder.attend, layer_cache(method), q, k, v, jnp.asarray(right_positions()))
     one = [jax.ShapeDtypeStruct((B, 1, *x.shape[2:]), x.dtype) for x in (q, k, v)]
-    _, after = jax.eval_shape(kvjax.attend, cache, *one, jax.ShapeDtypeStruct((B, 1), jnp.int32))
+    _, after = jax.eval_shape(custom_decoder.attend, cache, *one, jax.ShapeDtypeStruct((B, 1), jnp.int32))
     assert jax.tree.structure(after) == jax.tree.structure(cache)
     assert jax.tree.leaves(after) == jax.tree.leaves(cache)
 
 
 def test_a_donated_cache_is_a_carry_of_scan_and_while_loop():
     tokens = random_tokens()
-    _, cache = kvjax.attend(layer_cache(METHODS[1]), *(x[:, :T] for x in tokens), right_positions())
+    _, cache = custom_decoder.attend(layer_cache(METHODS[1]), *(x[:, :T] for x in tokens), right_positions())
     want = steps_after(cache, tokens)
 
     @jax.jit
@@ -156,7 +159,7 @@ def test_a_donated_cache_is_a_carry_of_scan_and_while_loop():
         def step(carry):
             i, cache, outs = carry
             q, k, v = (x[jnp.arange(B), jnp.asarray(LENGTHS) + i][:, None] for x in tokens)
-            out, cache = kvjax.attend(cache, q, k, v, (jnp.asarray(LENGTHS) + i)[:, None])
+            out, cache = custom_decoder.attend(cache, q, k, v, (jnp.asarray(LENGTHS) + i)[:, None])
             return i + 1, cache, outs.at[i].set(out)
 
         start = jnp.int32(0), cache, jnp.zeros((NEW, B, 1, N, V))
@@ -164,7 +167,7 @@ def test_a_donated_cache_is_a_carry_of_scan_and_while_loop():
 
     np.testing.assert_array_equal(loop(cache), np.stack(want))
     donated, (q, k, v) = jax.tree.map(jnp.copy, cache), (x[np.arange(B), LENGTHS][:, None] for x in tokens)
-    out, _ = jax.jit(kvjax.attend, donate_argnums=0)(donated, q, k, v, jnp.asarray(LENGTHS)[:, None])
+    out, _ = jax.jit(custom_decoder.attend, donate_argnums=0)(donated, q, k, v, jnp.asarray(LENGTHS)[:, None])
     np.testing.assert_array_equal(out, want[0])
 
 
@@ -172,7 +175,7 @@ def test_a_step_is_exported_with_its_cache():
     tokens = random_tokens()
     _, cache = attend(layer_cache(METHODS[1]), *(x[:, :T] for x in tokens), right_positions())
     step = [x[:, T : T + 1] for x in tokens], jnp.asarray(LENGTHS)[:, None]
-    exported = jax.export.export(jax.jit(lambda cache, qkv, pos: kvjax.attend(cache, *qkv, pos)))(cache, *step)
+    exported = jax.export.export(jax.jit(lambda cache, qkv, pos: custom_decoder.attend(cache, *qkv, pos)))(cache, *step)
     read = jax.export.deserialize(exported.serialize())
     out, after = read.call(cache, *step)
     want, expected = attend(cache, *step[0], step[1])
@@ -200,8 +203,10 @@ def test_vmap_gives_each_row_what_it_gives_alone():
     def run(q, k, v):
         q, k, v = (x[None] for x in (q, k, v))
         pos = jnp.arange(T, dtype=jnp.int32)[None]
-        _, cache = kvjax.attend(layer_cache(method), q[:, :T], k[:, :T], v[:, :T], pos)
-        return kvjax.attend(cache, q[:, T : T + 1], k[:, T : T + 1], v[:, T : T + 1], jnp.full((1, 1), T, jnp.int32))[0]
+        _, cache = custom_decoder.attend(layer_cache(method), q[:, :T], k[:, :T], v[:, :T], pos)
+        return custom_decoder.attend(
+            cache, q[:, T : T + 1], k[:, T : T + 1], v[:, T : T + 1], jnp.full((1, 1), T, jnp.int32)
+        )[0]
 
     together = jax.jit(jax.vmap(run))(*tokens)
     alone = jnp.stack([jax.jit(run)(*(x[b] for x in tokens)) for b in range(B)])
@@ -214,8 +219,8 @@ def test_gradients_are_those_of_dense_attention_and_pass_codes_on_request():
 
     def loss(v, method, **given):
         cache = layer_cache(method, **given)
-        _, cache = kvjax.attend(cache, q[:, :T], k[:, :T], v[:, :T], pos[:, :T])
-        out, _ = kvjax.attend(cache, q[:, T : T + 1], k[:, T : T + 1], v[:, T : T + 1], pos[:, T:])
+        _, cache = custom_decoder.attend(cache, q[:, :T], k[:, :T], v[:, :T], pos[:, :T])
+        out, _ = custom_decoder.attend(cache, q[:, T : T + 1], k[:, T : T + 1], v[:, T : T + 1], pos[:, T:])
         return jnp.square(out).sum()
 
     def dense(v):
@@ -230,7 +235,7 @@ def test_gradients_are_those_of_dense_attention_and_pass_codes_on_request():
 
 
 def test_equal_layers_are_scanned_over_with_stacked_caches():
-    specs = kvjax.specs_of(3, N, K, H, rope=ROPE)
+    specs = custom_decoder.specs_of(3, N, K, H, rope=ROPE)
     rng = np.random.default_rng(3)
     D = N * H
     weights = {
@@ -242,7 +247,7 @@ def test_equal_layers_are_scanned_over_with_stacked_caches():
 
     def layer(x, pos, w, cache):
         q, k, v = ((x @ w[name]).reshape(*x.shape[:2], -1, H) for name in "qkv")
-        out, cache = kvjax.attend(cache, plain_decoder.rotate(q, pos), plain_decoder.rotate(k, pos), v, pos)
+        out, cache = custom_decoder.attend(cache, plain_decoder.rotate(q, pos), plain_decoder.rotate(k, pos), v, pos)
         return x + out.reshape(x.shape), cache
 
     @jax.jit
@@ -255,7 +260,7 @@ def test_equal_layers_are_scanned_over_with_stacked_caches():
             x, cache[i] = layer(x, pos, {name: w[i] for name, w in weights.items()}, cache[i])
         return x, cache
 
-    cache = kvjax.attach(METHODS[1], specs, CAPACITY)
+    cache = custom_decoder.attach(METHODS[1], specs, CAPACITY)
     stacked = jax.tree.map(lambda *states: jnp.stack(states), *cache.values())
     for part in (slice(0, T), slice(T, T + 1)):
         want, cache = unrolled(x[:, part], pos[:, part], cache)
@@ -267,13 +272,13 @@ def test_equal_layers_are_scanned_over_with_stacked_caches():
 class Layer(nnx.Module):
     """Attention of a Flax NNX model, which carries its cache as a variable."""
 
-    def __init__(self, cache: kvjax.LayerCache, rngs: nnx.Rngs):
+    def __init__(self, cache: custom_decoder.LayerCache, rngs: nnx.Rngs):
         self.project = nnx.Linear(N * H, (N + 2 * K) * H, rngs=rngs)
         self.cache = nnx.Cache(cache)
 
     def __call__(self, x: jax.Array, pos: jax.Array) -> jax.Array:
         q, k, v = jnp.split(self.project(x).reshape(*x.shape[:2], -1, H), (N, N + K), 2)
-        out, cache = kvjax.attend(self.cache.get_value(), q, k, v, pos)
+        out, cache = custom_decoder.attend(self.cache.get_value(), q, k, v, pos)
         self.cache.set_value(cache)
         return out.reshape(x.shape)
 
@@ -283,8 +288,8 @@ def test_a_module_of_flax_nnx_keeps_the_cache_in_a_variable():
     pos = jnp.broadcast_to(jnp.arange(T + 1, dtype=jnp.int32), (B, T + 1))
     module = Layer(layer_cache(METHODS[1]), nnx.Rngs(0))
     q, k, v = jnp.split(module.project(x).reshape(B, T + 1, -1, H), (N, N + K), 2)
-    _, cache = kvjax.attend(layer_cache(METHODS[1]), q[:, :T], k[:, :T], v[:, :T], pos[:, :T])
-    want, _ = kvjax.attend(cache, q[:, T:], k[:, T:], v[:, T:], pos[:, T:])
+    _, cache = custom_decoder.attend(layer_cache(METHODS[1]), q[:, :T], k[:, :T], v[:, :T], pos[:, :T])
+    want, _ = custom_decoder.attend(cache, q[:, T:], k[:, T:], v[:, T:], pos[:, T:])
 
     @jax.jit
     def run(state, x, pos):
@@ -303,8 +308,10 @@ def test_a_mesh_divides_sequences_and_heads():
     mesh = jax.make_mesh(
         (2, 2), ("data", "model"), devices=jax.devices()[:4], axis_types=(jax.sharding.AxisType.Auto,) * 2
     )
-    want, cache = kvjax.attend(layer_cache(METHODS[1]), *(x[:, :T] for x in tokens), right_positions())
-    out, divided = kvjax.attend(layer_cache(METHODS[1], mesh=mesh), *(x[:, :T] for x in tokens), right_positions())
+    want, cache = custom_decoder.attend(layer_cache(METHODS[1]), *(x[:, :T] for x in tokens), right_positions())
+    out, divided = custom_decoder.attend(
+        layer_cache(METHODS[1], mesh=mesh), *(x[:, :T] for x in tokens), right_positions()
+    )
     np.testing.assert_allclose(out, want, atol=1e-6)
     assert len(jax.tree.leaves(divided)[0].sharding.device_set) == 4
     for got, expected in zip(steps_after(divided, tokens), steps_after(cache, tokens), strict=True):
@@ -312,21 +319,21 @@ def test_a_mesh_divides_sequences_and_heads():
 
 
 def test_finish_finds_the_layers_of_a_foreign_cache_whatever_the_order_of_its_keys():
-    specs = kvjax.specs_of(11, N, K, H, rope=ROPE)
+    specs = custom_decoder.specs_of(11, N, K, H, rope=ROPE)
     method = "cake:budget=6,window=2,kernel=3"
     tokens = [random_tokens(i) for i in range(11)]
-    attached = kvjax.attach(method, specs, CAPACITY, gives=("finish",))
+    attached = custom_decoder.attach(method, specs, CAPACITY, gives=("finish",))
     ours, foreign = {}, {"end_index": jnp.int32(0)}
     for i, cache in attached.items():
-        _, ours[i] = kvjax.attend(cache, *(x[:, :T] for x in tokens[i]), right_positions())
+        _, ours[i] = custom_decoder.attend(cache, *(x[:, :T] for x in tokens[i]), right_positions())
         foreign[f"layer_{i}"] = {"kv": ours[i]}
-    ours, foreign = kvjax.finish(ours), jax.jit(kvjax.finish)(jax.tree.map(jnp.asarray, foreign))
+    ours, foreign = custom_decoder.finish(ours), jax.jit(custom_decoder.finish)(jax.tree.map(jnp.asarray, foreign))
     for i in range(11):
         for got, want in zip(
             steps_after(foreign[f"layer_{i}"]["kv"], tokens[i]), steps_after(ours[i], tokens[i]), strict=True
         ):
             np.testing.assert_allclose(got, want, atol=1e-6)
-    assert kvjax.finish(ours) is ours
+    assert custom_decoder.finish(ours) is ours
 
 
 @pytest.mark.parametrize("method", [METHODS[1], "offload"])
@@ -348,7 +355,7 @@ def test_sequences_of_a_foreign_cache_are_taken_and_its_other_entries_stay(metho
 
 @pytest.mark.parametrize(
     ("cache", "message"),
-    [({}, "cache is what kvjax.attach returns"), ({0: layer_cache()}, "holds no sequence yet: attend the prompt")],
+    [({}, "cache is what custom_decoder.attach returns"), ({0: layer_cache()}, "no sequence yet: attend the prompt")],
 )
 def test_sequences_are_taken_of_a_cache_that_has_some(cache, message):
     with pytest.raises(KvjaxError, match=message):
@@ -370,75 +377,91 @@ def test_sequences_are_taken_of_a_cache_that_has_some(cache, message):
     ],
 )
 def test_attach_refuses_what_the_decoder_does_not_give(method, gives, message):
-    specs = kvjax.specs_of(4, N, K, H, rope=ROPE)
+    specs = custom_decoder.specs_of(4, N, K, H, rope=ROPE)
     with pytest.raises(KvjaxError, match=message):
-        kvjax.attach(method, specs, CAPACITY, gives=gives)
+        custom_decoder.attach(method, specs, CAPACITY, gives=gives)
 
 
 def test_a_spec_that_contradicts_itself_is_refused():
     for changes, message in (
         ({"heads": 3}, "heads=3 in layer 0 is no multiple of kv_heads=2"),
         ({"rope": [ROPE]}, "rope has 1 entries and the model 2 layers"),
-        ({"rope": kvjax.Rope(2 * H)}, "rotates 16 channels of a head of 8"),
-        ({"rope": 10_000.0}, r"rope in layer 0 is kvjax.Rope\(dim"),
+        ({"rope": custom_decoder.Rope(2 * H)}, "rotates 16 channels of a head of 8"),
+        ({"rope": 10_000.0}, r"rope in layer 0 is Rope\(dim"),
         ({"window": [4, 0]}, "window in layer 1 must be an integer from 1"),
         ({"soft_cap": -1.0}, "soft_cap in layer 0 must be a number"),
     ):
         sizes = {"num_layers": 2, "heads": N, "kv_heads": K, "head_dim": H, "rope": ROPE}
         with pytest.raises(KvjaxError, match=message):
-            kvjax.specs_of(**(sizes | changes))
+            custom_decoder.specs_of(**(sizes | changes))
     with pytest.raises(KvjaxError, match="specs name other layers"):
-        kvjax.attach("full", kvjax.specs_of(2, N, K, H, rope=ROPE)[1:], CAPACITY)
-    with pytest.raises(KvjaxError, match="specs are those of kvjax.specs_of"):
-        kvjax.attach("full", kvjax.testing.toy_model().config, CAPACITY)
+        custom_decoder.attach("full", custom_decoder.specs_of(2, N, K, H, rope=ROPE)[1:], CAPACITY)
+    with pytest.raises(KvjaxError, match="specs are what custom_decoder.specs_of"):
+        custom_decoder.attach("full", kvjax.testing.toy_model().config, CAPACITY)
 
 
 def test_wrong_calls_are_named_and_leave_the_cache_as_it_was():
     q, k, v = tokens = tuple(x[:, :T] for x in random_tokens())
     pos = right_positions()
-    _, cache = kvjax.attend(layer_cache(), *tokens, pos)
+    _, cache = custom_decoder.attend(layer_cache(), *tokens, pos)
     one = [x[:, :1] for x in tokens]
-    _, drafting = kvjax.attend(layer_cache("specache:bits=2,group=4,residual=4,topk=3", gives="drafts"), *tokens, pos)
+    _, drafting = custom_decoder.attend(
+        layer_cache("specache:bits=2,group=4,residual=4,topk=3", gives="drafts"), *tokens, pos
+    )
     for call, message in (
-        (lambda: kvjax.attend({0: layer_cache()}, *tokens, pos), r"give cache\[i\] in layer i"),
-        (lambda: kvjax.attend(layer_cache(), q, k[:, :, :1], v, pos), r"q \[B T 4 8\], k \[B T 2 8\]"),
-        (lambda: kvjax.attend(layer_cache(), q, k, v.astype(jnp.bfloat16), pos), "k and v of one dtype"),
-        (lambda: kvjax.attend(layer_cache(), *tokens, pos[0]), r"positions are integers \[B T\], here \(2, 10\)"),
-        (lambda: kvjax.attend(layer_cache(), *tokens, pos.astype(np.float32)), "got float32"),
-        (lambda: kvjax.attend(layer_cache(), *tokens, pos + 1), "a prompt has the positions 0, 1, 2"),
-        (lambda: kvjax.attend(layer_cache(), *tokens, pos, commit=1), "a prompt has no drafts"),
-        (lambda: kvjax.attend(layer_cache(), *tokens, pos, layout="NBTH"), "layout is one of"),
-        (lambda: kvjax.attend(layer_cache(), *tokens, pos, sinks=np.zeros(3, np.float32)), "each of the 4 query heads"),
-        (lambda: kvjax.attend(cache, *tokens, pos), "another prompt needs a cache of its own from kvjax.attach"),
-        (lambda: kvjax.attend(cache, *one, np.full((B, 1), 12)), "sequence 0 holds 10 tokens"),
-        (lambda: kvjax.attend(cache, *(x[:1] for x in one), np.full((1, 1), 10)), "holds 2 sequences and q has 1"),
+        (lambda: custom_decoder.attend({0: layer_cache()}, *tokens, pos), r"give cache\[i\] in layer i"),
+        (lambda: custom_decoder.attend(layer_cache(), q, k[:, :, :1], v, pos), r"q \[B T 4 8\], k \[B T 2 8\]"),
+        (lambda: custom_decoder.attend(layer_cache(), q, k, v.astype(jnp.bfloat16), pos), "k and v of one dtype"),
         (
-            lambda: kvjax.attend(cache, *(x.astype(jnp.bfloat16) for x in one), LENGTHS[:, None]),
+            lambda: custom_decoder.attend(layer_cache(), *tokens, pos[0]),
+            r"positions are integers \[B T\], here \(2, 10\)",
+        ),
+        (lambda: custom_decoder.attend(layer_cache(), *tokens, pos.astype(np.float32)), "got float32"),
+        (lambda: custom_decoder.attend(layer_cache(), *tokens, pos + 1), "a prompt has the positions 0, 1, 2"),
+        (lambda: custom_decoder.attend(layer_cache(), *tokens, pos, commit=1), "a prompt has no drafts"),
+        (lambda: custom_decoder.attend(layer_cache(), *tokens, pos, layout="NBTH"), "layout is one of"),
+        (
+            lambda: custom_decoder.attend(layer_cache(), *tokens, pos, sinks=np.zeros(3, np.float32)),
+            "each of the 4 query heads",
+        ),
+        (lambda: custom_decoder.attend(cache, *tokens, pos), "another prompt needs a cache of its own"),
+        (lambda: custom_decoder.attend(cache, *one, np.full((B, 1), 12)), "sequence 0 holds 10 tokens"),
+        (
+            lambda: custom_decoder.attend(cache, *(x[:1] for x in one), np.full((1, 1), 10)),
+            "holds 2 sequences and q has 1",
+        ),
+        (
+            lambda: custom_decoder.attend(cache, *(x.astype(jnp.bfloat16) for x in one), LENGTHS[:, None]),
             "the prompt's keys are float32 and these are bfloat16",
         ),
-        (lambda: kvjax.attend(drafting, *one, LENGTHS[:, None]), "takes steps of a token and its draft.*commit=1"),
-        (lambda: kvjax.finish({0: layer_cache()}), "finish follows the prompt"),
-        (lambda: kvjax.finish({}), "cache is what kvjax.attach returns"),
+        (
+            lambda: custom_decoder.attend(drafting, *one, LENGTHS[:, None]),
+            "takes steps of a token and its draft.*commit=1",
+        ),
+        (lambda: custom_decoder.finish({0: layer_cache()}), "finish follows the prompt"),
+        (lambda: custom_decoder.finish({}), "cache is what custom_decoder.attach returns"),
         (lambda: layer_cache().positions, "holds no compressed prompt yet"),
     ):
         with pytest.raises(KvjaxError, match=message):
             call()
-    out, _ = kvjax.attend(cache, *one, LENGTHS[:, None])
+    out, _ = custom_decoder.attend(cache, *one, LENGTHS[:, None])
     assert np.isfinite(out).all()
 
 
 def test_a_prompt_that_waits_for_finish_takes_no_step_and_no_finish_without_all_layers():
     tokens = tuple(x[:, :T] for x in random_tokens())
-    attached = kvjax.attach("kvzip:budget=6,page=4", kvjax.specs_of(2, N, K, H, rope=ROPE), CAPACITY, gives="repeat")
-    cache = {i: kvjax.attend(attached[i], *tokens, right_positions())[1] for i in attached}
-    with pytest.raises(KvjaxError, match=r"cache = kvjax.finish\(cache\) after the prompt"):
-        kvjax.attend(cache[0], *(x[:, :1] for x in tokens), LENGTHS[:, None])
+    attached = custom_decoder.attach(
+        "kvzip:budget=6,page=4", custom_decoder.specs_of(2, N, K, H, rope=ROPE), CAPACITY, gives="repeat"
+    )
+    cache = {i: custom_decoder.attend(attached[i], *tokens, right_positions())[1] for i in attached}
+    with pytest.raises(KvjaxError, match=r"cache = finish\(cache\) after the prompt"):
+        custom_decoder.attend(cache[0], *(x[:, :1] for x in tokens), LENGTHS[:, None])
     with pytest.raises(KvjaxError, match=r"finish\(cache, tokens=tokens, repeat=run\)"):
-        kvjax.finish(cache)
+        custom_decoder.finish(cache)
     with pytest.raises(KvjaxError, match="takes the caches of all layers"):
-        kvjax.finish({1: cache[1]}, tokens=np.zeros((B, T), np.int32), repeat=lambda cache, tokens, pos: cache)
+        custom_decoder.finish({1: cache[1]}, tokens=np.zeros((B, T), np.int32), repeat=lambda cache, tokens, pos: cache)
     with pytest.raises(KvjaxError, match=r"tokens are those of the prompt, of shape \(2, 10\)"):
-        kvjax.finish(cache, tokens=np.zeros((B, 3), np.int32), repeat=lambda cache, tokens, pos: cache)
+        custom_decoder.finish(cache, tokens=np.zeros((B, 3), np.int32), repeat=lambda cache, tokens, pos: cache)
 
 
 @pytest.mark.parametrize("side", ("left", "both"))
@@ -447,17 +470,17 @@ def test_a_prompt_is_repeated_without_its_padding_also_where_the_first_layer_has
     tokens = np.full((B, width), 96)  # of padding
     for b, n in enumerate(LENGTHS):
         tokens[b, columns[b, :n]] = 10 * b + np.arange(n)
-    specs = kvjax.specs_of(2, N, K, H, rope=ROPE, window=[4, None])
-    cache = kvjax.attach("kvzip:budget=6,page=4", specs, CAPACITY, gives="repeat")
+    specs = custom_decoder.specs_of(2, N, K, H, rope=ROPE, window=[4, None])
+    cache = custom_decoder.attach("kvzip:budget=6,page=4", specs, CAPACITY, gives="repeat")
     prompt = tuple(place(x[:, :T], columns, width) for x in random_tokens())
-    cache = {i: kvjax.attend(cache[i], *prompt, positions)[1] for i in cache}
+    cache = {i: custom_decoder.attend(cache[i], *prompt, positions)[1] for i in cache}
     repeated = []
 
     def repeat(cache, tokens, positions):
         repeated.append((np.asarray(tokens), np.asarray(positions)))
         return cache
 
-    kvjax.finish(cache, tokens=tokens, repeat=repeat)
+    custom_decoder.finish(cache, tokens=tokens, repeat=repeat)
     ((copy, at),) = repeated
     for b, n in enumerate(LENGTHS):
         assert copy[b][at[b] >= 0].tolist() == (10 * b + np.arange(n)).tolist()
@@ -469,33 +492,33 @@ def test_tokens_beyond_the_capacity_are_an_error_or_nan_and_never_silent():
     pos = np.broadcast_to(np.arange(20, dtype=np.int32), (B, 20))
 
     def run(method):
-        cache = kvjax.attach(method, SPECS, 12)[0]
-        _, cache = kvjax.attend(cache, *(x[:, :12] for x in tokens), pos[:, :12])
-        return kvjax.attend(cache, *(x[:, 12:13] for x in tokens), pos[:, 12:13])[0]
+        cache = custom_decoder.attach(method, SPECS, 12)[0]
+        _, cache = custom_decoder.attend(cache, *(x[:, :12] for x in tokens), pos[:, :12])
+        return custom_decoder.attend(cache, *(x[:, 12:13] for x in tokens), pos[:, 12:13])[0]
 
     with pytest.raises(KvjaxError, match="13 tokens exceed the cache's capacity of 12"):
         run("full")
     assert np.isnan(jax.jit(run, static_argnums=0)("full")).all()
     assert np.isfinite(run("streaming_llm:recent=3,sinks=2")).all()  # its size is constant
     with pytest.raises(KvjaxError, match="20 tokens exceed the cache's capacity of 12"):
-        kvjax.attend(kvjax.attach("full", SPECS, 12)[0], *tokens, pos)
+        custom_decoder.attend(custom_decoder.attach("full", SPECS, 12)[0], *tokens, pos)
 
 
 def test_a_layer_with_a_window_holds_a_ring_and_is_exact_over_four_windows():
     window, total = 24, 110
-    specs = kvjax.specs_of(2, N, K, H, rope=ROPE, window=[window, None])
+    specs = custom_decoder.specs_of(2, N, K, H, rope=ROPE, window=[window, None])
     assert [spec.method_layers for spec in specs] == [(1,), (1,)]
-    cache = kvjax.attach("full", specs, capacity=128)
+    cache = custom_decoder.attach("full", specs, capacity=128)
     q, k, v = tokens = random_tokens(num_tokens=total)
     pos = jnp.broadcast_to(jnp.arange(total, dtype=jnp.int32), (B, total))
 
     @jax.jit
     def run(cache, tokens):
-        first, cache = kvjax.attend(cache, *(x[:, :30] for x in tokens), pos[:, :30])
+        first, cache = custom_decoder.attend(cache, *(x[:, :30] for x in tokens), pos[:, :30])
 
         def step(cache, i):
             at = [lax.dynamic_slice_in_dim(x, i, 1, 1) for x in tokens]
-            out, cache = kvjax.attend(cache, *at, jnp.full((B, 1), i, jnp.int32))
+            out, cache = custom_decoder.attend(cache, *at, jnp.full((B, 1), i, jnp.int32))
             return cache, out[:, 0]
 
         cache, steps = lax.scan(step, cache, jnp.arange(30, total, dtype=jnp.int32))
@@ -510,24 +533,24 @@ def test_a_layer_with_a_window_holds_a_ring_and_is_exact_over_four_windows():
 
 
 def test_values_that_are_channels_of_their_keys_are_stored_once_and_others_are_refused():
-    rope, first, width = kvjax.Rope(2), 4, 4
+    rope, first, width = custom_decoder.Rope(2), 4, 4
     q, k, _ = random_tokens()
     pos = np.broadcast_to(np.arange(T + NEW, dtype=np.int32), (B, T + NEW))
     outs = []
     for values_from in (None, first):
-        specs = kvjax.specs_of(1, N, K, H, rope=rope, value_dim=width, values_from=values_from)
+        specs = custom_decoder.specs_of(1, N, K, H, rope=rope, value_dim=width, values_from=values_from)
         v, cache = k[..., first:], layer_cache(specs=specs)
-        out, cache = kvjax.attend(cache, q[:, :T], k[:, :T], v[:, :T], pos[:, :T])
-        outs.append((out, kvjax.attend(cache, q[:, T:], k[:, T:], v[:, T:], pos[:, T:])[0]))
+        out, cache = custom_decoder.attend(cache, q[:, :T], k[:, :T], v[:, :T], pos[:, :T])
+        outs.append((out, custom_decoder.attend(cache, q[:, T:], k[:, T:], v[:, T:], pos[:, T:])[0]))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), *outs)
     with pytest.raises(KvjaxError, match="values are the channels of the keys from 4 on, and v holds others"):
-        kvjax.attend(cache, q[:, T:], k[:, T:], v[:, T:] + 1, pos[:, T:])
+        custom_decoder.attend(cache, q[:, T:], k[:, T:], v[:, T:] + 1, pos[:, T:])
     assert np.isnan(attend(cache, q[:, T:], k[:, T:], v[:, T:] + 1, jnp.asarray(pos[:, T:]))[0]).all()
 
 
 def test_positions_that_do_not_continue_give_nan_under_jit_in_their_sequence_alone():
     tokens = random_tokens()
-    _, cache = kvjax.attend(layer_cache(), *(x[:, :T] for x in tokens), right_positions())
+    _, cache = custom_decoder.attend(layer_cache(), *(x[:, :T] for x in tokens), right_positions())
     out, _ = attend(cache, *(x[:, :1] for x in tokens), jnp.array([[10], [3]]))
     assert np.isfinite(out[0]).all() and np.isnan(out[1]).all()
 

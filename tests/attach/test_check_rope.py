@@ -1,4 +1,4 @@
-"""`kvjax.check_rope` finds out another convention, and says which."""
+"""`custom_decoder.check_rope` finds out another convention, and says which."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import kvjax
+from kvjax import custom_decoder
 from kvjax.core.rope import yarn_scaling
 from kvjax.errors import KvjaxError
 from tests.attach import plain_decoder
@@ -36,22 +36,24 @@ def interleaved(x, pos):
 
 
 def test_equal_rotations_pass_in_both_layouts_and_in_parts_of_a_head():
-    (spec,) = kvjax.specs_of(1, 4, 2, H, rope=kvjax.Rope(H))
-    kvjax.check_rope(spec, halves())
-    kvjax.check_rope(spec, lambda x, pos: jnp.swapaxes(halves()(jnp.swapaxes(x, 1, 2), pos), 1, 2), layout="BNTH")
-    (spec,) = kvjax.specs_of(1, 4, 2, H, rope=kvjax.Rope(8, 1e6))
-    kvjax.check_rope(spec, halves(1e6, 8))
-    kvjax.check_rope(kvjax.specs_of(1, 4, 2, H, rope=None)[0], lambda x, pos: x)
-    kvjax.check_rope(kvjax.Rope(8, 10_000.0), plain_decoder.rotate)
+    (spec,) = custom_decoder.specs_of(1, 4, 2, H, rope=custom_decoder.Rope(H))
+    custom_decoder.check_rope(spec, halves())
+    custom_decoder.check_rope(
+        spec, lambda x, pos: jnp.swapaxes(halves()(jnp.swapaxes(x, 1, 2), pos), 1, 2), layout="BNTH"
+    )
+    (spec,) = custom_decoder.specs_of(1, 4, 2, H, rope=custom_decoder.Rope(8, 1e6))
+    custom_decoder.check_rope(spec, halves(1e6, 8))
+    custom_decoder.check_rope(custom_decoder.specs_of(1, 4, 2, H, rope=None)[0], lambda x, pos: x)
+    custom_decoder.check_rope(custom_decoder.Rope(8, 10_000.0), plain_decoder.rotate)
 
 
 def test_an_attention_factor_in_the_vectors_or_left_to_the_queries_passes():
-    rope = kvjax.Rope(H, scaling=yarn_scaling(4.0, 64))
+    rope = custom_decoder.Rope(H, scaling=yarn_scaling(4.0, 64))
     own = lambda scale: lambda x, pos: jnp.swapaxes(rope.rotate(jnp.swapaxes(x, 1, 2), pos[:, None]), 1, 2) * scale  # noqa: E731
-    kvjax.check_rope(rope, own(1.0))
-    kvjax.check_rope(rope, own(rope.query_factor**0.5))
+    custom_decoder.check_rope(rope, own(1.0))
+    custom_decoder.check_rope(rope, own(rope.query_factor**0.5))
     with pytest.raises(KvjaxError, match="multiplies vectors by 1.5 at position 0"):
-        kvjax.check_rope(rope, own(1.5))
+        custom_decoder.check_rope(rope, own(1.5))
 
 
 @pytest.mark.parametrize(
@@ -59,7 +61,7 @@ def test_an_attention_factor_in_the_vectors_or_left_to_the_queries_passes():
     [
         (interleaved, r"interleaved pairs \(2i, 2i \+ 1\).*order = np.r_\[0:16:2, 1:16:2, 16:16\]"),
         (halves(1e6), r"looks like theta=1e\+06 and not 10000"),
-        (halves(factor=4.0), r"divides positions by 4: say scaling=kvjax.RopeScaling\('linear', 4\)"),
+        (halves(factor=4.0), r"divides positions by 4: say scaling=RopeScaling\('linear', 4\)"),
         (halves(dim=8), r"rotates 8 channels and not 16: say Rope\(8"),
         (halves(sign=-1.0), "turns in the other direction"),
         (halves(start=1), "counts positions from another start"),
@@ -69,9 +71,9 @@ def test_an_attention_factor_in_the_vectors_or_left_to_the_queries_passes():
         (lambda x, pos: halves(dim=8)(x[..., ::-1], pos)[..., ::-1], r"rotates the channels 8\.\.15"),
         (
             lambda x, pos: jnp.swapaxes(
-                kvjax.Rope(H, scaling=kvjax.RopeScaling("llama3", 8.0, original_max_positions=64)).rotate(
-                    jnp.swapaxes(x, 1, 2), pos[:, None]
-                ),
+                custom_decoder.Rope(
+                    H, scaling=custom_decoder.RopeScaling("llama3", 8.0, original_max_positions=64)
+                ).rotate(jnp.swapaxes(x, 1, 2), pos[:, None]),
                 1,
                 2,
             ),
@@ -81,9 +83,9 @@ def test_an_attention_factor_in_the_vectors_or_left_to_the_queries_passes():
     ],
 )
 def test_another_convention_is_named(rotate, message):
-    (spec,) = kvjax.specs_of(1, 4, 2, H, rope=kvjax.Rope(H))
+    (spec,) = custom_decoder.specs_of(1, 4, 2, H, rope=custom_decoder.Rope(H))
     with pytest.raises(KvjaxError, match=message):
-        kvjax.check_rope(spec, rotate)
+        custom_decoder.check_rope(spec, rotate)
 
 
 def test_interleaved_pairs_become_halves_by_the_order_that_the_error_names():

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 from jax import lax
 
-import kvjax
-from kvjax import functional
+from kvjax import custom_decoder, functional
 from kvjax.core import memory
+from kvjax.custom_decoder.layer_cache import GIVES
 from kvjax.engine.plan import specs
-from kvjax.layer_cache import GIVES
 from kvjax.models.model import Model
 from kvjax.testing import toy_model
 from tests.attach.plain_decoder import forward
@@ -68,13 +67,13 @@ def run_own_decoder(method: str, model: Model) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("name", FIRST_CASES)
 def test_a_plain_decoder_equals_ours(name):
     method, model = STRINGS[name], tiny_model(SEVERAL_LAYERS.get(name, 2 if "scope=model" in STRINGS[name] else 1))
-    attached = kvjax.attach(method, specs(model.config), CAPACITY, gives=GIVES)
+    attached = custom_decoder.attach(method, specs(model.config), CAPACITY, gives=GIVES)
     has_drafts = attached[0].layer.bound.needs.draft_tokens > 0
 
     @jax.jit
     def run(params, tokens, steps):
         logits, cache = forward(params, tokens, PROMPT_POS, attached)
-        cache = kvjax.finish(
+        cache = custom_decoder.finish(
             cache, tokens=tokens, repeat=lambda cache, tokens, pos: forward(params, tokens, pos, cache)[1]
         )
         if has_drafts:

@@ -1,4 +1,4 @@
-"""`kvjax.attend` in decoders on a mesh whose axes are `Explicit`, those of `jax.make_mesh`."""
+"""`custom_decoder.attend` in decoders on a mesh whose axes are `Explicit`, those of `jax.make_mesh`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-import kvjax
+from kvjax import custom_decoder
+from kvjax.custom_decoder.layer_cache import GIVES
 from kvjax.errors import KvjaxError
-from kvjax.layer_cache import GIVES
 from tests.attach import explicit_decoder as decoder
 from tests.attach.plain_decoder import rotate
 from tests.attach.test_every_method import SEVERAL_LAYERS, STRINGS
@@ -22,7 +22,7 @@ from tests.attach.test_every_method import SEVERAL_LAYERS, STRINGS
 B, T, NEW, CAPACITY = 2, 12, 3, 32
 TOKENS = np.random.default_rng(0).integers(0, decoder.VOCAB, (B, T + NEW)).astype(np.int32)
 POSITIONS = np.broadcast_to(np.arange(T + NEW, dtype=np.int32), TOKENS.shape)
-ROPE = kvjax.Rope(decoder.H)
+ROPE = custom_decoder.Rope(decoder.H)
 METHODS = ("full", "snapkv:budget=6,window=2,kernel=3", "kivi:bits=4,group=4,residual=4", "offload")
 
 
@@ -32,13 +32,15 @@ def num_layers(name: str) -> int:
 
 def run_decoder(name: str, weights: Any, tokens: jax.Array, positions: jax.Array) -> Any:
     """Logits of a prompt, of the steps after it in a scan, and the cache; the scan asks for one type of cache."""
-    specs = kvjax.specs_of(num_layers(name), decoder.N, decoder.K, decoder.H, rope=ROPE)
-    attached = kvjax.attach(STRINGS[name], specs, CAPACITY, gives=GIVES)
+    specs = custom_decoder.specs_of(num_layers(name), decoder.N, decoder.K, decoder.H, rope=ROPE)
+    attached = custom_decoder.attach(STRINGS[name], specs, CAPACITY, gives=GIVES)
     num_drafts = attached[0].layer.bound.needs.draft_tokens
     given = {"commit": 1} if num_drafts else {}
     prompt = tokens[:, :T], positions[:, :T]
     logits, cache = decoder.forward(weights, *prompt, attached)
-    cache = kvjax.finish(cache, tokens=prompt[0], repeat=lambda cache, *call: decoder.forward(weights, *call, cache)[1])
+    cache = custom_decoder.finish(
+        cache, tokens=prompt[0], repeat=lambda cache, *call: decoder.forward(weights, *call, cache)[1]
+    )
     if num_drafts:
         _, cache = decoder.forward(weights, tokens[:, T : T + 1], positions[:, T : T + 1], cache, commit=0)
 
@@ -101,13 +103,15 @@ def random_layer() -> tuple[np.ndarray, ...]:
     return q, k, v, np.broadcast_to(np.arange(T + 1, dtype=np.int32), shape)
 
 
-def attach(method: str, **given: Any) -> kvjax.LayerCache:
-    return kvjax.attach(method, kvjax.specs_of(1, 4, 2, 8, rope=kvjax.Rope(8)), CAPACITY, **given)[0]
+def attach(method: str, **given: Any) -> custom_decoder.LayerCache:
+    return custom_decoder.attach(
+        method, custom_decoder.specs_of(1, 4, 2, 8, rope=custom_decoder.Rope(8)), CAPACITY, **given
+    )[0]
 
 
-def attend_twice(cache: kvjax.LayerCache, q: Any, k: Any, v: Any, positions: Any) -> tuple[Any, Any, Any]:
-    prompt, cache = kvjax.attend(cache, q[:, :T], k[:, :T], v[:, :T], positions[:, :T])
-    step, cache = kvjax.attend(cache, q[:, T:], k[:, T:], v[:, T:], positions[:, T:])
+def attend_twice(cache: custom_decoder.LayerCache, q: Any, k: Any, v: Any, positions: Any) -> tuple[Any, Any, Any]:
+    prompt, cache = custom_decoder.attend(cache, q[:, :T], k[:, :T], v[:, :T], positions[:, :T])
+    step, cache = custom_decoder.attend(cache, q[:, T:], k[:, T:], v[:, T:], positions[:, T:])
     return prompt, step, cache
 
 
@@ -162,9 +166,9 @@ def test_a_step_that_lies_otherwise_leaves_the_cache_where_it_is():
 
     @jax.jit
     def run(q, k, v):
-        _, before = kvjax.attend(attach("full"), q[:, :T], k[:, :T], v[:, :T], random_layer()[3][:, :T])
+        _, before = custom_decoder.attend(attach("full"), q[:, :T], k[:, :T], v[:, :T], random_layer()[3][:, :T])
         step = (jax.sharding.reshard(x[:, T:], PartitionSpec()) for x in (q, k, v))
-        return before, kvjax.attend(before, *step, random_layer()[3][:, T:])
+        return before, custom_decoder.attend(before, *step, random_layer()[3][:, T:])
 
     with jax.set_mesh(mesh):
         before, (out, after) = run(*put(mesh, "a", None, "b")[:3])
@@ -220,7 +224,7 @@ def test_layers_are_scanned_over():
     caches = jax.tree.map(lambda *x: jnp.stack(x), *[attach("full")] * 2)
 
     def layer(q, cache):
-        return kvjax.attend(cache, q, k, v, positions)
+        return custom_decoder.attend(cache, q, k, v, positions)
 
     with jax.set_mesh(mesh):
         out, caches = jax.jit(lambda q, caches: lax.scan(layer, q, caches, length=2))(q, caches)
@@ -258,18 +262,20 @@ def test_a_mesh_of_other_names_is_refused(names, axis_type):
 @pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
 @pytest.mark.parametrize("run", [attend_twice, jax.jit(attend_twice)], ids=["eager", "jit"])
 def test_sizes_that_the_mesh_of_attach_does_not_divide_are_named(axis_type, run):
-    mesh, remedy = make_mesh("data", "model", types=(axis_type,) * 2), "leave mesh out of kvjax.attach"
+    mesh, remedy = make_mesh("data", "model", types=(axis_type,) * 2), "leave mesh out of attach"
     with pytest.raises(KvjaxError, match=f"axis B of size 3 does not divide .* 2 devices.*{remedy}"):
         run(attach("full", mesh=mesh), *(x[:3] for x in random_layer()))
     with pytest.raises(KvjaxError, match=f"axis K of size 1 does not divide .* 2 devices.*{remedy}"):
-        kvjax.attach("full", kvjax.specs_of(1, 4, 1, 8, rope=kvjax.Rope(8)), CAPACITY, mesh=mesh)
+        custom_decoder.attach(
+            "full", custom_decoder.specs_of(1, 4, 1, 8, rope=custom_decoder.Rope(8)), CAPACITY, mesh=mesh
+        )
 
 
 def test_values_are_still_checked_where_they_are_known():
     mesh = make_mesh("a", "b")
     q, k, v, positions = put(mesh, "a", None, "b")
     with jax.set_mesh(mesh), pytest.raises(KvjaxError, match=r"sequence 0 has \[1, 2, 3, 4\]"):
-        kvjax.attend(attach("full"), q, k, v, positions + 1)
+        custom_decoder.attend(attach("full"), q, k, v, positions + 1)
 
 
 def test_check_rope_runs_the_callers_function_within_the_callers_mesh():
@@ -278,13 +284,13 @@ def test_check_rope_runs_the_callers_function_within_the_callers_mesh():
         return rotate(x, positions)
 
     with jax.set_mesh(make_mesh("a", "b")):
-        kvjax.check_rope(kvjax.Rope(8), rotate_on_mesh)
+        custom_decoder.check_rope(custom_decoder.Rope(8), rotate_on_mesh)
 
 
 @pytest.mark.parametrize("name", ["kvzip", "cake"])
 def test_finish_outside_of_jit_repeats_the_prompt_within_the_callers_mesh(name):
-    specs = kvjax.specs_of(num_layers(name), decoder.N, decoder.K, decoder.H, rope=ROPE)
-    attached = kvjax.attach(STRINGS[name], specs, CAPACITY, gives=GIVES)
+    specs = custom_decoder.specs_of(num_layers(name), decoder.N, decoder.K, decoder.H, rope=ROPE)
+    attached = custom_decoder.attach(STRINGS[name], specs, CAPACITY, gives=GIVES)
     logits = []
     for shape in ((1, 1, 1), (2, 2, 1)):
         weights, tokens, positions = make_inputs(num_layers(name), shape)
@@ -292,6 +298,6 @@ def test_finish_outside_of_jit_repeats_the_prompt_within_the_callers_mesh(name):
             run = jax.jit(decoder.forward)
             _, cache = run(weights, tokens[:, :T], positions[:, :T], attached)
             repeat = lambda cache, *call, run=run, weights=weights: run(weights, *call, cache)[1]  # noqa: E731
-            cache = kvjax.finish(cache, tokens=tokens[:, :T], repeat=repeat)
+            cache = custom_decoder.finish(cache, tokens=tokens[:, :T], repeat=repeat)
             logits.append(run(weights, tokens[:, T : T + 1], positions[:, T : T + 1], cache)[0])
     np.testing.assert_allclose(*logits, atol=1e-5)

@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 import kvjax
-from kvjax import functional
+from kvjax import custom_decoder, functional
 from kvjax.core.precision import computes_in_32_bits
 from kvjax.errors import KvjaxError
 from kvjax.testing import toy_model
@@ -21,7 +21,7 @@ RNG = np.random.default_rng(0)
 TOKENS = RNG.integers(1, 97, (2, 20))  # i64, as NumPy makes them
 LENGTHS = np.array([20, 13])
 N, K, H = 4, 2, 32
-ROPE = kvjax.Rope(H)
+ROPE = custom_decoder.Rope(H)
 METHODS = (
     "full",
     "snapkv:budget=8,window=4 + int8",
@@ -55,20 +55,22 @@ def run_attend(method: str, dtype: type = np.float32) -> tuple:
     """A prompt and a scan over steps, whose carry must keep its types."""
     rng = np.random.default_rng(1)
     q, k, v = (rng.normal(size=(2, 20, heads, H)).astype(dtype) for heads in (N, K, K))
-    specs = kvjax.specs_of(1, N, K, H, rope=ROPE)
+    specs = custom_decoder.specs_of(1, N, K, H, rope=ROPE)
     gives = ("repeat",) if method.startswith("kvzip") else ()
-    cache = kvjax.attach(method, specs, 48, gives=gives)[0]
-    out, cache = kvjax.attend(cache, q, k, v, np.broadcast_to(np.arange(20), (2, 20)))
+    cache = custom_decoder.attach(method, specs, 48, gives=gives)[0]
+    out, cache = custom_decoder.attend(cache, q, k, v, np.broadcast_to(np.arange(20), (2, 20)))
 
     def repeat(cache, tokens, positions):
         """The decoder's part, in the precision of the caller."""
         vectors = [jnp.asarray(x)[:, jnp.arange(tokens.shape[1]) % 20] * 1.0 for x in (q, k, v)]
-        return {0: kvjax.attend(cache[0], *vectors, positions + 0)[1]}
+        return {0: custom_decoder.attend(cache[0], *vectors, positions + 0)[1]}
 
-    cache = kvjax.finish({0: cache}, tokens=TOKENS, repeat=repeat)[0] if gives else kvjax.finish(cache)
+    cache = (
+        custom_decoder.finish({0: cache}, tokens=TOKENS, repeat=repeat)[0] if gives else custom_decoder.finish(cache)
+    )
 
     def step(cache, t):
-        out, cache = kvjax.attend(cache, *(jnp.asarray(x[:, :1]) for x in (q, k, v)), jnp.full((2, 1), t))
+        out, cache = custom_decoder.attend(cache, *(jnp.asarray(x[:, :1]) for x in (q, k, v)), jnp.full((2, 1), t))
         return cache, out
 
     cache, outs = jax.jit(lambda cache: lax.scan(step, cache, jnp.arange(20, 23)))(cache)
@@ -142,7 +144,7 @@ def test_a_decoders_own_rotation_is_compared_as_it_computes():
         return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
     with jax.enable_x64(True):
-        kvjax.check_rope(kvjax.specs_of(1, N, K, H, rope=ROPE)[0], rotate)
+        custom_decoder.check_rope(custom_decoder.specs_of(1, N, K, H, rope=ROPE)[0], rotate)
     assert seen == [(jnp.float64, jnp.int32)]
 
 

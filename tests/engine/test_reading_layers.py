@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import Mesh
 
 import kvjax
-from kvjax import cache_ops, functional
+from kvjax import cache_ops, custom_decoder, functional
 from kvjax.core.attention import Rule
 from kvjax.core.rope import Rope
 from kvjax.engine import prefill
@@ -262,5 +262,5 @@ def test_what_needs_every_layers_keys_is_refused() -> None:
         kvjax.reuse.read_packed(model(), [[1, 2, 3], [4, 5]], "full", capacity=8)
     with pytest.raises(IncompatibleMethod, match="layer 2 of this model reads the cache of layer 1, and TracedLayer"):
         functional.bind(TracedMethod(kvjax.parse("full"), 8), CONFIG)
-    with pytest.raises(KvjaxError, match="kvjax.attach does not serve"):
-        kvjax.attach("full", kvjax.engine.plan.specs(CONFIG), capacity=8)
+    with pytest.raises(KvjaxError, match="custom_decoder.attach does not serve"):
+        custom_decoder.attach("full", kvjax.engine.plan.specs(CONFIG), capacity=8)
