@@ -9,7 +9,7 @@ import pytest
 
 import kvjax
 from docs.generate import equal_bytes as equal_bytes_page
-from experiments import equal_bytes, equal_bytes_table
+from experiments import equal_bytes, equal_bytes_table, quality_against_bytes
 from kvjax import KvjaxError
 
 SMALL = """
@@ -108,3 +108,19 @@ def test_all_settings_are_of_methods_that_there_are(settings):
 def test_the_table_of_results_is_that_of_the_records():
     points = equal_bytes_table.read_points(json.loads(equal_bytes_table.RESULTS.read_text()))
     assert equal_bytes_table.table(points) in (equal_bytes_table.ROOT / "docs" / "results.md").read_text()
+
+
+def test_the_picture_of_the_readme_names_every_line_and_point(tmp_path):
+    picture = tmp_path / "picture.svg"
+    quality_against_bytes.main(["--out", str(picture)])
+    for name in (*quality_against_bytes.LINES, *quality_against_bytes.POINTS.values()):
+        assert f"<!-- {name} -->" in picture.read_text()
+
+
+def test_a_method_of_the_table_and_of_the_picture_has_one_number():
+    """README's text and its picture come from two runs."""
+    in_picture = quality_against_bytes.read_scores()
+    points = equal_bytes_table.read_points(json.loads(equal_bytes_table.RESULTS.read_text()))
+    means = {p.method: round(float(in_picture[p.method].mean()), 2) for p in points if p.method in in_picture}
+    assert set(quality_against_bytes.POINTS) < set(means)
+    assert means == {p.method: round(p.questions[0], 2) for p in points if p.method in means}
