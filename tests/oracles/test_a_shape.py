@@ -1,4 +1,7 @@
-"""A-shape prompt attention against its oracle: in blocks, in chunks, in a model's last layer; decoding reads all."""
+"""A-shape prompt attention against its oracle: in blocks, in chunks, in a model's last layer; decoding reads all.
+
+A-shape prompt attention in NumPy, float64 (arXiv 2407.02490, section 3): one sequence, query by query.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,23 @@ from kvjax.engine.positions import token_positions
 from kvjax.methods.a_shape import AShape
 from kvjax.models.decoder import Decoder
 from kvjax.testing import toy_model
-from tests.oracles import a_shape as oracle
+
+
+def visible_tokens(t: int, sinks: int, recent: int) -> list[int]:
+    """The positions that the query at t reads."""
+    return sorted(set(range(min(sinks, t + 1))) | set(range(max(t - recent + 1, 0), t + 1)))
+
+
+def oracle_attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, sinks: int, recent: int) -> np.ndarray:
+    """Attends under the pattern: q [K G T H], k, v [K T H] -> [K G T H]."""
+    out = np.empty(q.shape)
+    for t in range(q.shape[2]):
+        visible = visible_tokens(t, sinks, recent)
+        logits = np.einsum("kgh,ksh->kgs", q[:, :, t], k[:, visible]) / np.sqrt(q.shape[-1])
+        weights = np.exp(logits - logits.max(-1, keepdims=True))
+        out[:, :, t] = np.einsum("kgs,ksh->kgh", weights / weights.sum(-1, keepdims=True), v[:, visible])
+    return out
+
 
 B, K, G, H = 2, 2, 2, 4
 
@@ -25,11 +44,11 @@ def random_qkv(T: int):
 
 def oracle_outputs(q, k, v, sinks: int, recent: int) -> np.ndarray:
     sequences = zip(*(np.asarray(x, np.float64) for x in (q, k, v)), strict=True)
-    return np.stack([oracle.attend(*prompt, sinks, recent) for prompt in sequences])
+    return np.stack([oracle_attend(*prompt, sinks, recent) for prompt in sequences])
 
 
 def test_a_query_reads_the_sinks_and_those_just_before_it():
-    assert oracle.visible_tokens(5, 1, 2) == [0, 4, 5]
+    assert visible_tokens(5, 1, 2) == [0, 4, 5]
     assert [s for s in range(6) if bool(AShape(1, 2).is_visible(jnp.int32(s), jnp.int32(5)))] == [0, 4, 5]
 
 
@@ -45,9 +64,7 @@ def test_what_a_block_says_of_itself_is_true_of_its_pairs():
     pattern = AShape(3, 4)
     for first, start in np.ndindex(12, 12):
         last, end = first + 2, start + 3
-        pairs = [
-            s in oracle.visible_tokens(t, 3, 4) for s in range(first, last + 1) for t in range(start, end + 1) if s <= t
-        ]
+        pairs = [s in visible_tokens(t, 3, 4) for s in range(first, last + 1) for t in range(start, end + 1) if s <= t]
         any_visible, all_visible = (
             bool(x) for x in pattern.block_visibility(*(jnp.int32(x) for x in (first, last, start, end)))
         )
@@ -93,7 +110,7 @@ def masked_logits(tokens: list[int], reads_all_from: int | None = None) -> np.nd
     reads_all_from = T if reads_all_from is None else reads_all_from
     mask = np.zeros((T, T), bool)
     for t in range(T):
-        mask[t, oracle.visible_tokens(t, 1, 3) if t < reads_all_from else np.arange(t + 1)] = True
+        mask[t, visible_tokens(t, 1, 3) if t < reads_all_from else np.arange(t + 1)] = True
 
     def attend(i, q, k, v, x):
         s = jnp.einsum("bkgth,bksh->bkgts", q, k) / np.float32(np.sqrt(q.shape[-1]))

@@ -1,4 +1,7 @@
-"""Attention-Gate against its oracle: gates, free numbers of tokens under a budget, and calibrated gates."""
+"""Attention-Gate against its oracle: gates, free numbers of tokens under a budget, and calibrated gates.
+
+Attention-Gate in NumPy, float64, one sequence at a time (arXiv 2410.12876); weights are shaped as in the table.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,44 @@ from kvjax.core.types import KVBlock
 from kvjax.errors import KvjaxError
 from kvjax.methods.attention_gate import AttentionGateTable, Gate, gate_attention
 from tests.contract import layer
-from tests.oracles import attention_gate as oracle
 from tests.oracles import eviction
+
+
+def gate_logits(x, query, key, value, output, bias) -> np.ndarray:
+    """The logits of the heads' gates [K T] for hidden states [T D]."""
+    A, _, C = query.shape
+    out = np.tile(np.asarray(bias, np.float64)[:, None], (1, len(x)))
+    for a in range(A):
+        for t in range(len(x)):
+            weights = np.array([(x[t] @ query[a]) @ (x[s] @ key[a]) / np.sqrt(C) for s in range(len(x))])
+            weights = np.exp(weights - weights.max())
+            mixed = sum(p * (x[s] @ value[a]) for s, p in enumerate(weights / weights.sum()))
+            out[:, t] += mixed @ output[a]
+    return out
+
+
+def select_tokens(scores, threshold, budget, sinks, recent) -> list[list[int]]:
+    """Selects by logits [K T] the sinks and recent tokens of each head, and the best flagged tokens of all heads."""
+    K, n = scores.shape
+    if n <= sinks + recent:
+        return [list(range(n))] * K
+    free = range(sinks, n - recent)
+    num_flagged = K * (min(budget, n) - sinks - recent)
+    flagged = [(-scores[h, t], t, h) for h in range(K) for t in free if 1 / (1 + np.exp(-scores[h, t])) > threshold]
+    best = sorted(flagged)[:num_flagged]
+    ends = [*range(sinks), *range(n - recent, n)]
+    return [sorted(ends + [t for _, t, head in best if head == h]) for h in range(K)]
+
+
+def fit_discriminant(x, is_kept, ridge: float) -> tuple[np.ndarray, float]:
+    """Fits vectors [n D] with a mask of the first class -> direction and offset of that class's logit."""
+    kept_mean, evicted_mean = x[is_kept].mean(0), x[~is_kept].mean(0)
+    centered = np.concatenate([x[is_kept] - kept_mean, x[~is_kept] - evicted_mean])
+    covariance = centered.T @ centered / len(x)
+    covariance += np.eye(len(kept_mean)) * np.trace(covariance) / len(kept_mean) / ridge
+    direction = np.linalg.inv(covariance) @ (kept_mean - evicted_mean)
+    return direction, np.log(is_kept.sum() / (~is_kept).sum()) - direction @ (kept_mean + evicted_mean) / 2
+
 
 SPEC = layer.spec()
 TABLE = AttentionGateTable().example(SPEC, np.random.default_rng(3))
@@ -35,17 +74,15 @@ def observe_prompts(batch: layer.SequenceBatch, padding: float = 0.0) -> tuple[K
 
 def oracle_logits(batch: layer.SequenceBatch, b: int) -> np.ndarray:
     x = observe_prompts(batch)[1].hidden_states[b, 0, : batch.lengths[b]].astype(np.float64)
-    return oracle.gate_logits(x, *(TABLE[name] for name in ("query", "key", "value", "output", "bias")))
+    return gate_logits(x, *(TABLE[name] for name in ("query", "key", "value", "output", "bias")))
 
 
 def test_the_example_by_hand():
     """Hidden states 1 and 0, logits of the first ln 3 and 0: it mixes 3 parts to 1, the other token 1 to 1."""
     w = np.full((1, 1, 1), np.sqrt(np.log(3)))
-    actual = oracle.gate_logits(
-        np.array([[1.0], [0.0]]), w, w, np.full((1, 1, 1), 4.0), np.ones((1, 1, 1)), np.array([-2.0])
-    )
+    actual = gate_logits(np.array([[1.0], [0.0]]), w, w, np.full((1, 1, 1), 4.0), np.ones((1, 1, 1)), np.array([-2.0]))
     np.testing.assert_allclose(actual, [[1.0, 0.0]])  # 3 / 4 of 4, and 1 / 2 of 4, less 2
-    assert oracle.select_tokens(actual, 0.5, 2, 0, 0) == [[0]]
+    assert select_tokens(actual, 0.5, 2, 0, 0) == [[0]]
     hidden, pos = np.array([1.0, 0.0], np.float32).reshape(1, 1, 2, 1), np.arange(2, dtype=np.int32)[None]
     w = w.astype(np.float32)
     np.testing.assert_allclose(gate_attention(hidden, pos, w, w, np.full((1, 1, 1), 4, np.float32))[0, 0, :, 0], [3, 2])
@@ -70,7 +107,7 @@ def test_heads_keep_what_is_flagged_up_to_the_budget_of_all(tmp_path, budget, th
     numbers = set()
     for b in range(layer.B):
         actual = [sorted(p for p in head.tolist() if p >= 0) for head in positions[b]]
-        assert actual == oracle.select_tokens(oracle_logits(batch, b), threshold, budget, 1, 1)
+        assert actual == select_tokens(oracle_logits(batch, b), threshold, budget, 1, 1)
         numbers |= {len(head) for head in actual}
     assert len(numbers) > 2
 
@@ -96,7 +133,7 @@ def test_a_calibrated_gate_is_the_discriminant_of_what_later_queries_attend_to()
             is_kept[head] += [t in best for t in range(5)]
     np.testing.assert_allclose(arrays["key"][0], kind._projection(layer.D, SPEC) * np.mean(scales), rtol=1e-4)
     for head in range(layer.K):
-        direction, offset = oracle.fit_discriminant(np.concatenate(x), np.array(is_kept[head]), 20)
+        direction, offset = fit_discriminant(np.concatenate(x), np.array(is_kept[head]), 20)
         np.testing.assert_allclose(arrays["value"][0] @ arrays["output"][0][:, head], direction, rtol=2e-3, atol=1e-3)
         np.testing.assert_allclose(arrays["bias"][head], offset, rtol=2e-3, atol=1e-3)
 

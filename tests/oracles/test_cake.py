@@ -1,4 +1,7 @@
-"""CAKE against its oracle: the measures of layers, their division of the budget, and the kept tokens of heads."""
+"""CAKE against its oracle: the measures of layers, their division of the budget, and the kept tokens of heads.
+
+CAKE in NumPy, one sequence and layer at a time, from its paper (arXiv 2503.12491) and its public code's rounding.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,48 @@ from kvjax.errors import KvjaxError
 from kvjax.methods.cake import Preference, ShiftingAttention
 from kvjax.testing import toy_model
 from tests.contract import layer
-from tests.oracles import cake as oracle
 from tests.oracles import eviction
+from tests.oracles.eviction import pool_scores
+
+
+def preference(attention, tau1: float = 1.6, tau2: float = 0.6) -> float:
+    """Combines dispersion and shift of the window's attention to the tokens before it, [heads W past]."""
+    dispersion = -(attention * np.log(attention + 1e-10)).sum()
+    shift = attention.var(1, ddof=1).sum()
+    return float(dispersion ** (1 / tau1) * shift ** (1 / tau2))
+
+
+def scores(attention, kernel: int = 5, gamma: float = 200.0) -> np.ndarray:
+    """The scores of the tokens before the window, from the attention [G W past] of one key/value head."""
+    head_scores = attention.mean(1) + gamma * attention.var(1, ddof=1)
+    return np.mean([pool_scores(values, kernel, "avg") for values in head_scores], 0)
+
+
+def spread_equally(parts: list[int], amount: int, least: int, most: int) -> list[int]:
+    """Adds `amount` to the parts that are not at their limit, in equal steps; the remainder goes to the first ones."""
+    parts = list(parts)
+    while amount:
+        free = [i for i, x in enumerate(parts) if (x < most if amount > 0 else x > least)]
+        step, remainder = divmod(abs(amount), len(free))
+        for rank, i in enumerate(free):
+            change = step + (rank < remainder)
+            change = min(change, most - parts[i]) if amount > 0 else -min(change, parts[i] - least)
+            parts[i], amount = parts[i] + change, amount - change
+            if not amount:
+                break
+    return parts
+
+
+def budgets(preferences: list[float], total: int, most: int) -> list[int]:
+    """Budgets of the layers without the window: at least one token and at most `most` each, `total` in all."""
+    total_preference = sum(preferences)
+    fractions = [x / total_preference if total_preference else 1 / len(preferences) for x in preferences]
+    parts = [int(x * total) for x in fractions]
+    excess = sum(max(x - most, 0) for x in parts)
+    parts = spread_equally([min(x, most) for x in parts], excess, 0, most)
+    parts = [max(x, 1) for x in parts]
+    return spread_equally(parts, total - sum(parts), 1, most)
+
 
 LENGTHS, S, W, L = (40, 3, 27, 12), 40, 6, 3
 
@@ -55,7 +98,7 @@ def test_the_example_by_hand():
     attention = np.array([[[0.8, 0.2], [0.2, 0.8]]])
     assert -(attention * np.log(attention)).sum() == pytest.approx(1.0008, abs=1e-4)
     assert attention.var(1, ddof=1).sum() == pytest.approx(0.36)
-    assert oracle.preference(attention) == pytest.approx(0.1823, abs=1e-4)
+    assert preference(attention) == pytest.approx(0.1823, abs=1e-4)
     # The same attention from queries and keys: two tokens, and a window of two that no query attends to.
     odds = 2 * np.log(4)
     q = jnp.array([[odds, 0, 1, 0], [0, odds, 1, 0]], jnp.float32)[None, None, None]
@@ -65,8 +108,8 @@ def test_the_example_by_hand():
 
 
 def test_the_example_of_budgets():
-    assert oracle.budgets([1, 3], 8, 100) == [2, 6]
-    assert oracle.budgets([1, 3], 8, 5) == [3, 5]
+    assert budgets([1, 3], 8, 100) == [2, 6]
+    assert budgets([1, 3], 8, 5) == [3, 5]
     num_kept = bind_layer("cake:budget=6,window=2", layers=2).divide_budget(
         jnp.array([[1.0] * 3, [3.0] * 3]), jnp.array([100, 7, 4])
     )
@@ -86,7 +129,7 @@ def test_budgets_are_the_oracles_row_by_row(layers):
         assert num_kept[:, b].sum() == layers * min(n, 20)
         assert num_kept[:, b].max() <= n and num_kept[:, b].min() >= min(n, 4 + 1)
         if n > 4:
-            expected = oracle.budgets(measures[:, b].tolist(), layers * (min(n, 20) - 4), n - 4)
+            expected = budgets(measures[:, b].tolist(), layers * (min(n, 20) - 4), n - 4)
             assert (num_kept[:, b] - 4).tolist() == expected
     even = np.minimum(lengths[:2], 20)
     np.testing.assert_array_equal(num_kept[:, :2], np.broadcast_to(even, (layers, 2)))
@@ -105,9 +148,9 @@ def test_measures_and_scores_are_the_oracles_whatever_the_padding_holds(padding)
             assert measures[b] == 0
             continue
         a = window_attention(0, b)
-        assert measures[b] == pytest.approx(oracle.preference(a.reshape(-1, *a.shape[2:])), rel=1e-4)
+        assert measures[b] == pytest.approx(preference(a.reshape(-1, *a.shape[2:])), rel=1e-4)
         for head in range(2):
-            np.testing.assert_allclose(scored[b, head, : n - W], oracle.scores(a[head]), rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(scored[b, head, : n - W], scores(a[head]), rtol=1e-4, atol=1e-5)
             assert (scored[b, head, n - W : n] >= 1).all() and (scored[b, head, n:] == -np.inf).all()
 
 
@@ -138,12 +181,12 @@ def test_layers_keep_what_the_oracle_keeps():
             assert all((pos[b, :, :n] == np.arange(n)).all() for pos in per_layer)
             continue
         windows = [window_attention(seed, b) for seed in range(L)]
-        preferences = [oracle.preference(a.reshape(-1, *a.shape[2:])) for a in windows]
-        counts = oracle.budgets(preferences, L * (12 - W), n - W)
+        preferences = [preference(a.reshape(-1, *a.shape[2:])) for a in windows]
+        counts = budgets(preferences, L * (12 - W), n - W)
         assert len(set(counts)) > 1
         for pos, a, count in zip(per_layer, windows, counts, strict=True):
             for head in range(2):
-                expected = eviction.top_indices(oracle.scores(a[head]), count) + list(range(n - W, n))
+                expected = eviction.top_indices(scores(a[head]), count) + list(range(n - W, n))
                 assert pos[b, head][pos[b, head] >= 0].tolist() == expected
 
 

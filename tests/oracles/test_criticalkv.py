@@ -1,4 +1,7 @@
-"""CriticalKV against its oracle, alone and over AdaKV's budgets of heads."""
+"""CriticalKV against its oracle, alone and over AdaKV's budgets of heads.
+
+CriticalKV in NumPy, one head at a time, from the two stages of the paper (arXiv 2502.03805) and kvpress' class.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,32 @@ from kvjax.errors import IncompatibleMethod, KvjaxError
 from kvjax.methods.criticalkv import OutputScores, output_norms
 from tests.contract import layer
 from tests.oracles import adakv, eviction
-from tests.oracles import criticalkv as oracle
+
+
+def projected_norms(v, output) -> np.ndarray:
+    """The mean over G of |v W|_1, [T], for values [T H] and the output projections of their query heads [G H D]."""
+    return np.mean([np.abs(v @ w).sum(-1) for w in output], 0)
+
+
+def select_tokens(scores, norms, budget: int, always=(), fraction: float = 0.5) -> list[int]:
+    """Selects `budget` tokens of a head.
+
+    The tokens of `always` come first, then the best by score up to `fraction` of the budget, then the best by
+    (score + 1e-4) times their norm.
+    """
+    candidates = [t for t in range(len(scores)) if t not in always]
+    num_by_score = max(int(fraction * budget) - len(always), 0)
+    chosen = sorted(candidates, key=lambda t: (-scores[t], t))[:num_by_score]
+    others = sorted((t for t in candidates if t not in chosen), key=lambda t: (-(scores[t] + 1e-4) * norms[t], t))
+    return sorted([*always, *chosen, *others[: budget - len(always) - num_by_score]])
+
 
 SNAPKV = "snapkv:budget=7,window=2,kernel=3"
 
 
 def test_the_example_by_hand():
     score, c = [0.4, 0.3, 0.2, 0.1], [1, 1, 1, 4]
-    assert oracle.select_tokens(score, c, 2) == [0, 3] and oracle.select_tokens(score, [1] * 4, 2) == [0, 1]
+    assert select_tokens(score, c, 2) == [0, 3] and select_tokens(score, [1] * 4, 2) == [0, 1]
     scores, new = (jnp.asarray(x, jnp.float32)[None, None] for x in (score, (np.array(score) + 1e-4) * c))
     count, num_always = jnp.array([2], jnp.int32), jnp.array([0], jnp.int32)
     ranking = TwoStage(0.5, new).rank(scores, jnp.ones((1, 1, 4), bool), count, num_always)
@@ -31,7 +52,7 @@ def test_what_values_add_is_counted_some_tokens_at_a_time(tokens):
     rng = np.random.default_rng(tokens)
     v, output = rng.normal(size=(2, 3, 9, 4)), rng.normal(size=(1, 3, 2, 4, 5))
     actual = output_norms(jnp.asarray(v, jnp.float32), jnp.asarray(output, jnp.float32), tokens)
-    expected = [[oracle.projected_norms(v[b, h], output[0, h]) for h in range(3)] for b in range(2)]
+    expected = [[projected_norms(v[b, h], output[0, h]) for h in range(3)] for b in range(2)]
     np.testing.assert_allclose(actual, expected, rtol=1e-5)
 
 
@@ -44,8 +65,8 @@ def oracle_tokens(batch: layer.SequenceBatch, output: np.ndarray, b: int, n: int
     if over_adakv and quota:
         worth = [eviction.unit_scores(head_scores, units) for head_scores in scores]
         budgets = [len(always) + count for count in adakv.budgets(worth, quota)]
-    reach = [oracle.projected_norms(v[h], output[0, h]) for h in range(layer.K)]
-    return [oracle.select_tokens(scores[h], reach[h], budgets[h], always) for h in range(layer.K)]
+    reach = [projected_norms(v[h], output[0, h]) for h in range(layer.K)]
+    return [select_tokens(scores[h], reach[h], budgets[h], always) for h in range(layer.K)]
 
 
 @pytest.mark.parametrize("over_adakv", [False, True])

@@ -1,4 +1,7 @@
-"""DuoAttention against its oracle: streaming heads, the tokens that they hold and read, and bytes."""
+"""DuoAttention against its oracle: streaming heads, the tokens that they hold and read, and bytes.
+
+DuoAttention in NumPy (arXiv 2410.10819, section 3): full and streaming heads as its public code chooses them.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,36 @@ from kvjax.errors import KvjaxError
 from kvjax.methods.duo_attention import StreamingBudgets
 from tests.contract import layer
 from tests.oracles import adakv
-from tests.oracles import duo_attention as oracle
+
+
+def select_full_heads(alpha, sparsity: float) -> np.ndarray:
+    """The heads that keep all tokens, bool[L K], by distinct weights [L K] (`sparsify_attention_heads`)."""
+    threshold = np.quantile(alpha, sparsity)
+    if sparsity >= 1:
+        threshold = np.inf
+    if sparsity <= 0:
+        threshold = -np.inf
+    return np.asarray(alpha) >= threshold
+
+
+def select_tokens(n: int, is_full: bool, sinks: int, recent: int) -> list[int]:
+    """The tokens that a head keeps of n."""
+    return [s for s in range(n) if is_full or s < sinks or s >= n - recent]
+
+
+def untrained_head_score(q, k, rotate, num_positions: int = 500) -> float:
+    """The score of kvpress for untrained models, from queries [G T H] and keys [T H] before RoPE of one head and text.
+
+    `rotate` takes (vector, position) and returns the vector rotated to the position.
+    """
+    keys = np.stack([rotate(k.mean(0), s) for s in range(num_positions)])
+    areas = []
+    for group in q:
+        s = keys @ rotate(group.mean(0), num_positions - 1) / np.sqrt(k.shape[1])
+        p = np.exp(s - s.max())
+        areas.append(np.cumsum(p / p.sum()).mean())
+    return float(np.mean(areas))
+
 
 SPEC = dataclasses.replace(layer.spec(), num_layers=3, method_layers=None, num_kv_heads=4)
 
@@ -40,8 +72,8 @@ def cached_positions(bound: layer.BoundLayer, state) -> list[list[list[int]]]:
 
 
 def test_the_example_by_hand(tmp_path):
-    assert oracle.select_full_heads([[0.9, 0.1]], 0.5).tolist() == [[True, False]]
-    assert oracle.select_tokens(10, True, 1, 2) == list(range(10)) and oracle.select_tokens(10, False, 1, 2) == [
+    assert select_full_heads([[0.9, 0.1]], 0.5).tolist() == [[True, False]]
+    assert select_tokens(10, True, 1, 2) == list(range(10)) and select_tokens(10, False, 1, 2) == [
         0,
         8,
         9,
@@ -60,7 +92,7 @@ def test_heads_stream_as_in_the_authors_code(tmp_path):
     for sparsity in (0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1):
         rule = StreamingBudgets(table, sparsity, 5)
         tokens = [rule.at(dataclasses.replace(SPEC, index=i)).tokens for i in range(3)]
-        np.testing.assert_array_equal(np.array(tokens) == ALL_TOKENS, oracle.select_full_heads(weights, sparsity))
+        np.testing.assert_array_equal(np.array(tokens) == ALL_TOKENS, select_full_heads(weights, sparsity))
     equal = StreamingBudgets(TableFile(write_table(tmp_path, np.ones((3, 4)), SPEC), "heads"), 0.5, 5)
     assert [equal.at(dataclasses.replace(SPEC, index=i)).tokens.count(ALL_TOKENS) for i in range(3)] == [0, 2, 4]
 
@@ -72,7 +104,7 @@ def test_unequal_heads_are_read_as_under_a_mask(tmp_path):
     out = layer.decode(bound.method, batch, state=state)
     for b, n in enumerate(batch.lengths.tolist()):
         for head in range(layer.K):
-            tokens = oracle.select_tokens(n, head == 1, 2, 1)
+            tokens = select_tokens(n, head == 1, 2, 1)
             assert cached_positions(bound, state)[b][head] == tokens
             q, k, v = (np.asarray(x[b, head]) for x in (batch.q, batch.k, batch.v))
             for t in range(layer.STEPS):
@@ -109,7 +141,7 @@ def test_weights_without_training_are_the_oracles_for_rows_of_any_length():
 
     for b, length in enumerate(n):
         for h in range(2):
-            expected = oracle.untrained_head_score(q[b, h, :, :length], k[b, h, :length], rotate)
+            expected = untrained_head_score(q[b, h, :, :length], k[b, h, :length], rotate)
             np.testing.assert_allclose(counts["weights"][b, h], expected, rtol=2e-4)
 
 

@@ -1,4 +1,7 @@
-"""EMS against its oracle: global and local scores, the band that may merge, and the zero class."""
+"""EMS against its oracle: global and local scores, the band that may merge, and the zero class.
+
+EMS in NumPy, float64, from its paper (arXiv 2412.08521): one sequence, one key/value head of G query heads.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,47 @@ import pytest
 from kvjax.cache.components import Scores
 from kvjax.methods.ems import CenterMerge
 from tests.contract import layer
-from tests.oracles import ems as oracle
 from tests.oracles import eviction
+from tests.oracles.merge import evicted_tokens, nearest_kept
 from tests.oracles.slots import head_slots
 from tests.oracles.test_merge import KEPT, LENGTHS, make_prompt, ragged_prompts, run_rule
+
+
+def scores(attention: np.ndarray, window: int) -> np.ndarray:
+    """The sum of two scores [T] of causal attention [G T T]: its mean over queries, and the last queries'."""
+    T = attention.shape[1]
+    total = np.zeros(T)
+    for weights in attention:
+        mean_attention = np.array([weights[s:, s].mean() for s in range(T)])
+        recent_attention = weights[-window:].sum(0)
+        total += mean_attention / mean_attention.sum() + recent_attention / recent_attention.sum()
+    return total / len(attention)
+
+
+def select_tokens(scores: np.ndarray, budget: int, window: int) -> list[int]:
+    """Selects the last tokens and the best of the others."""
+    T = len(scores)
+    if budget >= T:
+        return list(range(T))
+    old = sorted(range(T - window), key=lambda t: -scores[t])
+    return sorted([*old[: budget - window], *range(T - window, T)])
+
+
+def merge_tokens(k, v, scores, tokens, band: float, threshold: float) -> tuple[np.ndarray, np.ndarray]:
+    """Merges evicted tokens into the kept ones: k, v [T H] -> keys and values of the kept tokens."""
+    k, v = np.asarray(k, float), np.asarray(v, float)
+    merged = sorted(evicted_tokens(k, tokens), key=lambda t: -scores[t])[: int(band * len(tokens))]
+    nearest = {t: nearest_kept(k, tokens, t) for t in merged}
+    norm = np.linalg.norm(k, axis=1)
+    keys, values = [], []
+    for place, s in enumerate(tokens):
+        group = [s] + [t for t, (to, u) in nearest.items() if to == place and u >= threshold]
+        w = np.array([scores[t] for t in group]) / sum(scores[t] for t in group)
+        direction = w @ (k[group] / norm[group][:, None])
+        keys.append(direction / np.linalg.norm(direction) * (w @ norm[group]))
+        values.append(w @ v[group])
+    return np.array(keys), np.array(values)
+
 
 SMALL = "ems:budget=6,window=2,threshold=0"
 
@@ -26,7 +66,7 @@ def test_merging_is_its_oracle_whatever_the_padding_holds(rule):
         for head, slots in enumerate(np.asarray(choice.slots[b])):
             k, v = (np.asarray(x[b, head, :n], np.float64) for x in (block.k, block.v))
             score = np.asarray(choice.scores.per_kv_head[b, head, :n], np.float64)
-            keys, values = oracle.merge_tokens(k, v, score, slots[:kept_tokens].tolist(), rule.band, rule.threshold)
+            keys, values = merge_tokens(k, v, score, slots[:kept_tokens].tolist(), rule.band, rule.threshold)
             np.testing.assert_allclose(actual.k[b, head, :kept_tokens], keys, atol=5e-6)
             np.testing.assert_allclose(actual.v[b, head, :kept_tokens], values, atol=5e-6)
     jax.tree.map(np.testing.assert_array_equal, run_rule(rule, *ragged_prompts(padding=np.inf)), actual)
@@ -53,11 +93,9 @@ def test_each_head_keeps_its_best_and_merges_the_next_best():
         q, k, v = (np.asarray(x[b, ..., :n, :], np.float64) for x in (batch.q, batch.k, batch.v))
         a = eviction.attention_weights(q, k)
         for head in range(layer.K):
-            score = oracle.scores(a[head], 2)
-            kept_tokens = oracle.select_tokens(score, 6, 2)
+            score = scores(a[head], 2)
+            kept_tokens = select_tokens(score, 6, 2)
             positions, *actual = head_slots(state, b, head)
             assert positions == kept_tokens
-            for x, expected in zip(
-                actual, oracle.merge_tokens(k[head], v[head], score, kept_tokens, 1.0, 0.0), strict=True
-            ):
+            for x, expected in zip(actual, merge_tokens(k[head], v[head], score, kept_tokens, 1.0, 0.0), strict=True):
                 np.testing.assert_allclose(x, expected, atol=5e-6)

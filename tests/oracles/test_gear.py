@@ -1,8 +1,12 @@
-"""GEAR against its oracle, and the properties of codes with outliers and a low-rank residual."""
+"""GEAR against its oracle, and the properties of codes with outliers and a low-rank residual.
+
+GEAR in NumPy, float64, from its paper (arXiv 2403.05527, section 4): the tokens of one head, [n H].
+"""
 
 from __future__ import annotations
 
 import functools
+from math import floor
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +18,51 @@ from kvjax.cache.codecs.outliers import ChannelOutliers, TokenOutliers
 from kvjax.cache.codecs.plain import Host
 from kvjax.methods.gear import LowRankResidual
 from tests.contract import layer
-from tests.oracles import gear as oracle
 from tests.oracles.codec_attention import attend_decoded
+
+
+def outlier_indices(vector: np.ndarray, fraction: float) -> list[int]:
+    """The indices of the largest and the smallest numbers of a vector; ties go to the lower index."""
+    num_each = floor(fraction / 2 * len(vector) + 1e-9)
+    largest = sorted(range(len(vector)), key=lambda i: (-vector[i], i))[:num_each]
+    smallest = sorted((i for i in range(len(vector)) if i not in largest), key=lambda i: (vector[i], i))[:num_each]
+    return largest + smallest
+
+
+def round_to_levels(vector: np.ndarray, bits: int) -> np.ndarray:
+    """Rounds a vector to 2^bits levels from its minimum to its maximum."""
+    lo, step = vector.min(), (vector.max() - vector.min()) / (2**bits - 1)
+    return np.round((vector - lo) / step) * step + lo if step > 0 else vector
+
+
+def compress_chunk(x: np.ndarray, axis: str, bits: int, rank: int, fraction: float) -> np.ndarray:
+    """Compresses a chunk of tokens [n H] and restores it; its vectors are channels (keys) or tokens (values)."""
+    vectors = (x.T if axis == "channel" else x).astype(float)
+    coded, exact = np.empty_like(vectors), np.zeros(vectors.shape, bool)
+    for i, vector in enumerate(vectors):
+        outliers = outlier_indices(vector, fraction)
+        exact[i, outliers] = True
+        without = np.where(exact[i], vector.mean(), vector)
+        coded[i] = round_to_levels(without, bits)
+    if axis == "channel":
+        coded, exact = coded.T, exact.T
+    error = np.where(exact, 0.0, x - coded)
+    left, size, right = np.linalg.svd(error, full_matrices=False)
+    low_rank = (left[:, :rank] * size[:rank]) @ right[:rank]
+    return np.where(exact, x, coded + low_rank)
+
+
+def reconstruct(
+    x, prompt: int, axis: str, bits: int, ranks: tuple[int, int], fraction: float, chunk_tokens: int
+) -> np.ndarray:
+    """The tokens [n H] as the last one reads them: the prompt is one chunk, `chunk_tokens` decoded tokens another."""
+    tokens = x.astype(float).copy()
+    tokens[:prompt] = compress_chunk(x[:prompt], axis, bits, ranks[0], fraction)
+    for first in range(prompt, len(x) - chunk_tokens, chunk_tokens):
+        tokens[first : first + chunk_tokens] = compress_chunk(
+            x[first : first + chunk_tokens], axis, bits, ranks[1], fraction
+        )
+    return tokens
 
 
 @pytest.mark.parametrize(("share", "every"), [(0.25, 3), (0.7, 4)])
@@ -26,7 +73,7 @@ def test_it_is_its_oracle_where_padding_holds_infinity(share, every):
     out = layer.decode(text, batch, state=layer.prefill(layer.bind(text), noisy, padding=np.inf))
 
     def make_reconstruct(axis):
-        return lambda x, n: oracle.reconstruct(x, n, axis, 2, (2, 1), share, every)
+        return lambda x, n: reconstruct(x, n, axis, 2, (2, 1), share, every)
 
     np.testing.assert_allclose(
         out, attend_decoded(batch, make_reconstruct("channel"), make_reconstruct("token")), atol=2e-5
@@ -63,7 +110,7 @@ def test_outliers_come_back_bit_for_bit(axis):
         for h in range(2):
             vectors, values = (y[b, h, :n].T if axis == "channel" else y[b, h, :n] for y in (x, decoded))
             for vector, actual in zip(vectors, values, strict=True):
-                out = oracle.outlier_indices(vector.astype(np.float64), 0.5)
+                out = outlier_indices(vector.astype(np.float64), 0.5)
                 np.testing.assert_array_equal(actual[out], vector[out])
                 exact += len(out)
     assert exact >= 40
@@ -103,7 +150,7 @@ def test_rows_on_the_host_are_those_of_all_that_is_decoded(axis):
     for b, count in enumerate((6, 4)):
         for h in range(2):
             known = np.asarray(x[b, h, : count + 4], np.float64)
-            expected = oracle.reconstruct(known, count, axis, 2, (2, 1), 0.7, 3)
+            expected = reconstruct(known, count, axis, 2, (2, 1), 0.7, 3)
             np.testing.assert_allclose(decoded[b, h, : count + 4], expected, atol=1e-5)
 
 

@@ -1,8 +1,18 @@
-"""A budget divided by a calibrated table, against its oracle: counts, tokens, bytes, programs, and errors."""
+"""A budget divided by a calibrated table, against its oracle: counts, tokens, bytes, programs, and errors.
+
+Head shares in exact fractions, one prompt at a time, from kvjax's own rule (`kvjax/methods/head_shares.py`).
+
+A table gives the fraction of a text that each head keeps when the heads of the model keep a given fraction in the mean.
+Between these fractions, and to nothing at 0 and everything at 1, a head's fraction is interpolated linearly. One amount
+is then added to all heads until the model's budget is met; no head goes below the tokens that always stay, or above the
+prompt. Units are whole: the largest remainders are rounded up, and ties (to a millionth) go to the lower layer, then to
+the lower head.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from fractions import Fraction
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,8 +28,71 @@ from kvjax.errors import IncompatibleMethod, KvjaxError
 from kvjax.methods.head_shares import CalibratedShares, Division
 from kvjax.testing import toy_model
 from tests.contract import layer
-from tests.oracles import head_shares as oracle
 from tests.oracles import keydiff
+
+
+def head_fraction(head_fractions: list[float], fractions: list[float], mean_fraction: Fraction) -> Fraction:
+    """The fraction that a head keeps when all heads keep `mean_fraction` in the mean."""
+    known = [
+        (Fraction(0), Fraction(0)),
+        *((Fraction(f), Fraction(s)) for f, s in zip(fractions, head_fractions, strict=True)),
+    ]
+    known.append((Fraction(1), Fraction(1)))
+    for (left, low), (right, high) in zip(known, known[1:], strict=False):
+        if left <= mean_fraction <= right:
+            return low + (high - low) * (mean_fraction - left) / (right - left)
+    raise AssertionError(mean_fraction)
+
+
+def match_total(targets: list[Fraction], total: int, most: int) -> list[Fraction]:
+    """Adds one amount to all targets, within 0..most, so that they sum to `total`."""
+
+    def shift(amount: Fraction) -> list[Fraction]:
+        return [min(max(target + amount, Fraction(0)), Fraction(most)) for target in targets]
+
+    breakpoints = sorted({-target for target in targets} | {most - target for target in targets})
+    for left, right in zip(breakpoints, breakpoints[1:], strict=False):
+        low, high = sum(shift(left)), sum(shift(right))
+        if low <= total <= high:
+            amount = left if low == high else left + (right - left) * (total - low) / (high - low)
+            return shift(amount)
+    return shift(breakpoints[-1] if total else breakpoints[0])
+
+
+def split_prompt(n: int, budget: int, sinks: int, recent: int, unit_tokens: int) -> tuple[int, int, int]:
+    """Splits a prompt -> (tokens always kept, whole units between them, units that a head keeps in the mean)."""
+    budget = min(n, max(budget, sinks + recent))
+    front = min(sinks, budget)
+    back = min(recent, budget - front)
+    between = n - front - back
+    always = front + back + min(between % unit_tokens, budget - front - back)
+    return always, between // unit_tokens, (budget - always) // unit_tokens
+
+
+def head_tokens(
+    table, fractions, n: int, budget: int, sinks: int = 0, recent: int = 0, unit_tokens: int = 1
+) -> np.ndarray:
+    """The tokens that each head keeps of n, i64[L K], by a table [L][K][R]."""
+    always, units, mean_units = split_prompt(n, budget, sinks, recent, unit_tokens)
+    mean_fraction = Fraction(always + mean_units * unit_tokens, n)
+    targets = [
+        (head_fraction(head, fractions, mean_fraction) * n - always) / unit_tokens for heads in table for head in heads
+    ]
+    shifted = [round(x, 6) for x in match_total(targets, mean_units * len(targets), units)]
+    num_units = [int(x) for x in shifted]
+    order = sorted(range(len(num_units)), key=lambda i: (num_units[i] - shifted[i], i))
+    for i in order[: mean_units * len(targets) - sum(num_units)]:
+        num_units[i] += 1
+    return always + unit_tokens * np.array(num_units).reshape(len(table), -1)
+
+
+def select_tokens(scores: list[float], num_kept: int, sinks: int, recent: int) -> list[int]:
+    """Selects `num_kept` tokens of a head by its scores; ties go to the earlier token."""
+    n = len(scores)
+    ends = [*range(min(sinks, n)), *range(max(n - recent, min(sinks, n)), n)]
+    between = sorted(set(range(n)) - set(ends), key=lambda s: (-scores[s], s))
+    return sorted([*ends, *between[: num_kept - len(ends)]])
+
 
 LAYERS, HEADS = 3, 2
 FRACTIONS = (0.125, 0.25, 0.5)
@@ -63,14 +136,14 @@ def num_kept(context: kvjax.Context) -> np.ndarray:
 def test_the_example_by_hand(tmp_path):
     """A quarter of 40 tokens is 10 for each of a layer's two heads; the table gives them 15 and 5."""
     shares = [[[0.375], [0.125]]]
-    assert oracle.head_tokens(shares, [0.25], 40, 10).tolist() == [[15, 5]]
+    assert head_tokens(shares, [0.25], 40, 10).tolist() == [[15, 5]]
     # An eighth is half of a quarter; 5/8 is half way from a quarter to everything.
-    assert oracle.head_tokens(shares, [0.25], 40, 5).tolist() == [[8, 2]]  # 7.5 and 2.5: the lower head is rounded up
-    assert oracle.head_tokens(shares, [0.25], 40, 25).tolist() == [[28, 22]]  # 27.5 and 22.5
+    assert head_tokens(shares, [0.25], 40, 5).tolist() == [[8, 2]]  # 7.5 and 2.5: the lower head is rounded up
+    assert head_tokens(shares, [0.25], 40, 25).tolist() == [[28, 22]]  # 27.5 and 22.5
     # Eight tokens always stay, so the second head takes 3 more, and the first one has 3 fewer.
-    assert oracle.head_tokens(shares, [0.25], 40, 10, sinks=4, recent=4).tolist() == [[12, 8]]
-    assert oracle.head_tokens(shares, [0.25], 8, 10).tolist() == [[8, 8]]
-    assert oracle.select_tokens([0, 5, 1, 9, 5, 0], 4, 1, 1) == [0, 1, 3, 5]
+    assert head_tokens(shares, [0.25], 40, 10, sinks=4, recent=4).tolist() == [[12, 8]]
+    assert head_tokens(shares, [0.25], 8, 10).tolist() == [[8, 8]]
+    assert select_tokens([0, 5, 1, 9, 5, 0], 4, 1, 1) == [0, 1, 3, 5]
     division = Division(
         TableFile(write_table(tmp_path, shares, [0.25], layer.spec()), "head_shares"),
         shape(1, 2),
@@ -99,9 +172,9 @@ def test_numbers_are_the_oracles_for_every_length(budget, sinks, recent, size, s
     found = Division(table, shape(LAYERS, HEADS), tuple(range(LAYERS)), budget, sinks, recent, size, 0.0).tokens(150)
     for n in [*range(1, 48), 97, 150]:
         base = budget.num_kept(n)
-        expected = oracle.head_tokens(shares.tolist(), FRACTIONS, n, base, sinks, recent, size)
+        expected = head_tokens(shares.tolist(), FRACTIONS, n, base, sinks, recent, size)
         np.testing.assert_array_equal(found[n], expected, f"{n} tokens")
-        always, _, mean = oracle.split_prompt(n, base, sinks, recent, size)
+        always, _, mean = split_prompt(n, base, sinks, recent, size)
         assert found[n].sum() == LAYERS * HEADS * (always + size * mean)
     assert not found[0].any()
 
@@ -115,12 +188,12 @@ def test_heads_keep_what_the_oracle_keeps_of_their_keys(budget, model, table):
     for b, prompt in enumerate(PROMPTS):
         n = len(prompt)
         mean = min(n, 12) if budget == "12" else max(1, int(n * 0.3))
-        numbers = oracle.head_tokens(random_shares().tolist(), FRACTIONS, n, mean, recent=3)
+        numbers = head_tokens(random_shares().tolist(), FRACTIONS, n, mean, recent=3)
         for i, (state, heads) in enumerate(zip(exact, context.kept_positions(), strict=True)):
             keys = np.asarray(state.k.data, np.float64)[b, :, :n]
             for head in range(HEADS):
                 scores = keydiff.scores(keys[head]).tolist()
-                assert heads[b][head].tolist() == oracle.select_tokens(scores, numbers[i, head], 0, 3)
+                assert heads[b][head].tolist() == select_tokens(scores, numbers[i, head], 0, 3)
                 unequal += numbers[i, head] != mean
     assert unequal > 5
 

@@ -1,4 +1,7 @@
-"""C7 and the layer contract for InfLLM, on ragged sequences, the prompt chunk by chunk."""
+"""C7 and the layer contract for InfLLM, on ragged sequences, the prompt chunk by chunk.
+
+InfLLM in NumPy, float64, from its paper (arXiv 2402.04617, section 3): one sequence, one chunk at a time.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +28,56 @@ from kvjax.errors import KvjaxError
 from kvjax.methods.infllm import infllm
 from kvjax.registry.strings import parse
 from kvjax.testing import full_copies, toy_model
-from tests.oracles import infllm as oracle
-from tests.oracles.online import rope
+from tests.oracles.online import rope, softmax
+
+
+def oracle_infllm(q, k, v, chunks, block: int, sinks: int, local: int, topk: int, representatives: int, per_head=False):
+    """Runs q [K G S H], k, v [K S H] before RoPE in chunks -> (outputs [K G S H], blocks before the last chunk).
+
+    A far token has a key without RoPE and a query at position local - 1. A block key per query head is the mean key of
+    the tokens that received the most attention while they were less than `local` tokens before the query.
+    """
+    K, G, S, H = q.shape
+    sink_tokens, remainder, blocks = [], [], []
+    mass, out, start = np.zeros((K, G, S)), np.empty(q.shape), 0
+    for size in chunks:
+        tokens, num_blocks = list(range(start, start + size)), len(blocks)
+        remainder += tokens
+        far_q = rope(q[:, :, tokens], np.full(size, local - 1))
+        chosen = select_blocks(far_q.mean(2), blocks, topk, per_head)
+        for head in range(K):
+            fetched = [s for i in chosen[head] for s in blocks[i][0]]
+            for i, t in enumerate(tokens):
+                near = [s for s in range(t + 1) if t - s < local]
+                far = [s for s in sink_tokens + remainder if t - s >= local] + fetched
+                assert not set(near) & set(far)
+                near_q = rope(q[head, :, t : t + 1], np.array([t]))[:, 0]
+                logits = np.concatenate([near_q @ rope(k[head, near], near).T, far_q[head, :, i] @ k[head, far].T], 1)
+                weights = softmax(logits / np.sqrt(H))
+                out[head, :, t] = weights @ v[head, near + far]
+                mass[head][:, near] += weights[:, : len(near)]
+        start += size
+        while len(sink_tokens) < sinks and len(remainder) > local:
+            sink_tokens.append(remainder.pop(0))
+        while len(remainder) - block >= local:
+            block_tokens, remainder = remainder[:block], remainder[block:]
+            keys = np.empty((K, G, H))
+            for head in range(K):
+                for g in range(G):
+                    best = np.argsort(-mass[head, g, block_tokens], kind="stable")[:representatives]
+                    keys[head, g] = k[head, np.array(block_tokens)[best]].mean(0)
+            blocks.append((block_tokens, keys))
+    return out, num_blocks
+
+
+def select_blocks(queries, blocks, topk: int, per_head: bool) -> list[list[int]]:
+    """Selects the blocks of each head by the product of queries [K G H] and block keys, summed over the query heads."""
+    K = queries.shape[0]
+    scores = np.array([(queries * keys).sum((1, 2)) for _, keys in blocks]).reshape(-1, K)
+    if not per_head:
+        scores = np.repeat(scores.sum(1, keepdims=True), K, 1)
+    return [list(np.argsort(-scores[:, h], kind="stable")[:topk]) for h in range(K)]
+
 
 B, K, G, H = 3, 2, 2, 8
 LENGTHS = np.array([33, 2, 19])
@@ -110,7 +161,7 @@ def test_infllm_equals_the_paper(changes):
     out, state = decode(bind_infllm(**changes), sequences)
     chunk = args.pop("chunk")
     for b, n in enumerate(LENGTHS):
-        expected, blocks = oracle.infllm(*sequences[b], chunk_lengths(n, chunk), **args)
+        expected, blocks = oracle_infllm(*sequences[b], chunk_lengths(n, chunk), **args)
         np.testing.assert_allclose(out[b], expected, atol=2e-5)
         assert int(state.reader_state.num_blocks[b]) == blocks
 
@@ -121,7 +172,7 @@ def test_chunks_of_more_queries_than_are_attended_at_once():
     method = bind_method(infllm(**args, chunk=70))
     state = empty_state(method, 1, 150, jnp.float32)
     out, _ = extend(method, state, token_chunk(sequences, [0], lengths), 150)
-    np.testing.assert_allclose(out[0], oracle.infllm(*sequences[0], [70, 70, 10], **args)[0], atol=2e-5)
+    np.testing.assert_allclose(out[0], oracle_infllm(*sequences[0], [70, 70, 10], **args)[0], atol=2e-5)
 
 
 def test_c4_extend_is_a_fixed_point_and_copies_no_buffer():
@@ -184,7 +235,7 @@ def test_behind_a_selection_its_blocks_are_those_of_the_tokens_that_are_left():
                 near_q = rope(q[head, group, [n]], [n])[0]
                 far_q = rope(q[head, group, [n]], [5])[0]
                 logits = np.concatenate([rope(k[head, near], near) @ near_q, k[head, far] @ far_q])
-                expected = oracle.softmax(logits / np.sqrt(H)) @ v[head, near + far]
+                expected = softmax(logits / np.sqrt(H)) @ v[head, near + far]
                 np.testing.assert_allclose(out[b, head, group, 0], expected, atol=2e-5)
 
 
@@ -211,7 +262,7 @@ def test_rows_held_in_low_bits_are_fetched_from_there():
     method = bind_method(compose(infllm(**SMALL), parse("kivi:bits=8,group=4,residual=4")))
     out, _ = decode(method, sequences, steps=0)
     for b, n in enumerate(LENGTHS):  # single steps
-        expected, _ = oracle.infllm(
+        expected, _ = oracle_infllm(
             *(x[..., :n, :] for x in sequences[b]), [1] * n, **{k: v for k, v in SMALL.items() if k != "chunk"}
         )
         np.testing.assert_allclose(out[b], expected, atol=0.05)
@@ -253,7 +304,7 @@ def test_bfloat16_stays_close_to_the_paper():
         return *(jnp.asarray(x, jnp.bfloat16) for x in (q, k, v)), pos
 
     out, state = extend(METHOD, state, half(token_chunk(sequences, 0 * LENGTHS, LENGTHS)), int(LENGTHS.max()))
-    expected, _ = oracle.infllm(
+    expected, _ = oracle_infllm(
         *(x[..., :19, :] for x in sequences[2]),
         chunk_lengths(19, 5, 0),
         **{k: v for k, v in SMALL.items() if k != "chunk"},

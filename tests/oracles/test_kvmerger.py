@@ -1,4 +1,7 @@
-"""KVMerger against its oracle: the merging sets of neighbors, their pivots and weights."""
+"""KVMerger against its oracle: the merging sets of neighbors, their pivots and weights.
+
+KVMerger in NumPy, float64, from its paper (arXiv 2407.08454): one sequence, one key/value head.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,46 @@ import pytest
 from kvjax.methods.kvmerger import GaussianMerge, MergeSets
 from tests.contract import layer
 from tests.oracles import eviction
-from tests.oracles import kvmerger as oracle
 from tests.oracles.slots import head_slots
 from tests.oracles.test_merge import make_prompt, ragged_prompts, run_rule
+
+
+def cosine(a: np.ndarray, b: np.ndarray) -> float:
+    """The cosine of two keys; 0 for a key of zeros."""
+    return a @ b / max(np.linalg.norm(a) * np.linalg.norm(b), 1e-12)
+
+
+def merge_sets(k: np.ndarray, received: np.ndarray, budget: int, heavy: int, recent: int) -> list[list[int]]:
+    """Groups consecutive tokens that become one each, joined pair by pair: keys [T H], attention received [T]."""
+    T = len(k)
+    old = range(max(T - recent, 0))
+    unmerged = {*sorted(old, key=lambda t: -received[t])[:heavy], *range(len(old), T)}
+    groups = [[t] for t in range(T)]
+    while len(groups) > budget:
+        free = [i for i in range(1, len(groups)) if groups[i][0] not in unmerged and groups[i - 1][-1] not in unmerged]
+        i = max(free, key=lambda i: cosine(k[groups[i - 1][-1]], k[groups[i][0]]))
+        groups[i - 1 : i + 1] = [groups[i - 1] + groups[i]]
+    return groups
+
+
+def find_pivots(sets: list[list[int]], received: np.ndarray) -> list[int]:
+    """The most attended token of each set."""
+    return [max(members, key=lambda t: received[t]) for members in sets]
+
+
+def merge_tokens(k, v, sets, pivots, sigma: float = 0.0) -> tuple[np.ndarray, np.ndarray, list[int]]:
+    """Merges each pivot with the evicted tokens of its set -> (keys, values, tokens that each represents)."""
+    keys, values, counts = [], [], []
+    for pivot in pivots:
+        members = [t for group in sets if pivot in group for t in group if t == pivot or t not in pivots]
+        distances = np.array([np.sum((k[pivot] - k[t]) ** 2) for t in members])
+        width = sigma**2 or distances.mean()
+        weights = np.exp(-distances / (2 * width)) if width else np.ones(len(members))
+        keys.append(weights @ k[members] / weights.sum())
+        values.append(weights @ v[members] / weights.sum())
+        counts.append(len(members))
+    return np.array(keys), np.array(values), counts
+
 
 SMALL = "kvmerger:budget=6,heavy=1,recent=2,count=true"
 ONE_SET = MergeSets(1, 0, 0)
@@ -26,12 +66,12 @@ def test_each_head_joins_its_most_similar_neighbours():
         q, k, v = (np.asarray(x[b, ..., :n, :], np.float64) for x in (batch.q, batch.k, batch.v))
         received = eviction.accumulated_scores(eviction.attention_weights(q, k))[1]
         for head in range(layer.K):
-            sets = oracle.merge_sets(k[head], received[head], 6, 1, 2)
-            pivots = oracle.pivots(sets, received[head])
+            sets = merge_sets(k[head], received[head], 6, 1, 2)
+            pivots = find_pivots(sets, received[head])
             num_merged += len(sets) < n
             positions, *actual = head_slots(state, b, head)
             assert positions == pivots
-            keys, values, counts = oracle.merge_tokens(k[head], v[head], sets, pivots)
+            keys, values, counts = merge_tokens(k[head], v[head], sets, pivots)
             for x, expected in zip(actual, (keys, values), strict=True):
                 np.testing.assert_allclose(x, expected, atol=2e-6)
             np.testing.assert_allclose(state.bias[b, head, : len(pivots)], np.log(counts), atol=1e-6)
@@ -45,13 +85,11 @@ def test_another_selection_may_have_lost_pivots_or_keep_two_of_a_set(sigma):
     block, choice = ragged_prompts(3)
     actual = run_rule(GaussianMerge(sets, sigma, count=True), block, choice)
     k, v = (np.asarray(x[0, 0], np.float64) for x in (block.k, block.v))
-    groups = oracle.merge_sets(k, np.asarray(choice.scores.per_kv_head[0, 0]), 4, 0, 1)
+    groups = merge_sets(k, np.asarray(choice.scores.per_kv_head[0, 0]), 4, 0, 1)
     slots = np.asarray(choice.slots[0, 0]).tolist()
     first = [min(set(slots) & set(one)) for one in groups if set(slots) & set(one)]
     assert len(first) < len(groups) or len(first) < len(slots)
-    keys, values, counts = oracle.merge_tokens(
-        k, v, [sorted({*one} - ({*slots} - {*first})) for one in groups], first, sigma
-    )
+    keys, values, counts = merge_tokens(k, v, [sorted({*one} - ({*slots} - {*first})) for one in groups], first, sigma)
     at = [slots.index(t) for t in first]
     np.testing.assert_allclose(actual.k[0, 0, at], keys, atol=2e-6)
     np.testing.assert_allclose(actual.v[0, 0, at], values, atol=2e-6)

@@ -1,4 +1,7 @@
-"""KVQuant against its oracle: levels, outliers of channels and tokens, chunks, the exact first token, given levels."""
+"""KVQuant against its oracle: levels, outliers of channels and tokens, chunks, the exact first token, given levels.
+
+KVQuant in NumPy, float64 (arXiv 2401.18079, section 3), with the authors' constants and online ranges.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +24,48 @@ from kvjax.methods.kvquant import (
     normalize_levels,
 )
 from tests.contract import layer
-from tests.oracles import kvquant as oracle
 from tests.oracles.codec_attention import attend_decoded
 from tests.oracles.online import rope
 
+NF4 = (
+    -1.0, -0.6961928, -0.52507305, -0.39491749, -0.28444138, -0.18477343, -0.09105004, 0.0,
+    0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0,
+)  # fmt: skip
+"""The levels of NF4, as published (Dettmers et al. 2023, arXiv 2305.14314, appendix E)."""
+
+
+def fake_quantize(x: np.ndarray, levels: np.ndarray, fraction: float) -> np.ndarray:
+    """Rounds numbers [n] to the nearest level, except those at or beyond two quantiles, which stay exact."""
+    is_outlier = np.zeros(len(x), bool)
+    if fraction:
+        is_outlier = (x >= np.quantile(x, 1 - fraction / 2)) | (x <= np.quantile(x, fraction / 2))
+    out = x.copy()
+    if not is_outlier.all():
+        least, most = x[~is_outlier].min(), x[~is_outlier].max()
+        half, middle = (most - least) / 2, (most + least) / 2
+        for i in np.flatnonzero(~is_outlier):
+            position = (x[i] - middle) / half if half else 0.0
+            out[i] = levels[np.abs(levels - position).argmin()] * half + middle
+    return out
+
+
+def reconstruct(
+    x: np.ndarray, prompt: int, axis: str, levels: np.ndarray, fraction: float, chunk_tokens: int, num_exact: int
+) -> np.ndarray:
+    """One head's stored tokens [n H] after the last was written: the prompt, full chunks, and an exact remainder."""
+    full = max(len(x) - 1 - prompt, 0) // chunk_tokens
+    bounds = [0, *(prompt + chunk_tokens * i for i in range(full + 1))]
+    out = x.copy()
+    for start, end in zip(bounds, bounds[1:], strict=False):
+        block = out[start:end].T if axis == "channel" else out[start:end]
+        for vector in block:
+            vector[:] = fake_quantize(vector, levels, fraction) if end > start else vector
+    out[:num_exact] = x[:num_exact]
+    return out
+
 
 def test_the_levels_of_four_bits_are_nf4():
-    np.testing.assert_allclose(normal_float_levels(4), oracle.NF4, atol=1e-6)
+    np.testing.assert_allclose(normal_float_levels(4), NF4, atol=1e-6)
     for bits in (2, 3, 8):
         levels = normal_float_levels(bits)
         assert len(levels) == 2**bits and (np.diff(levels) > 0).all() and 0 in levels
@@ -37,19 +75,19 @@ def test_the_levels_of_four_bits_are_nf4():
 def test_the_example_by_hand():
     """Both ends of 0, 1, 2, 3, 4, 100 are exact; the others lie at -1, -1/3, 1/3 and 1 of 2.5 -+ 1.5."""
     x = np.array([0.0, 1, 2, 3, 4, 100])
-    np.testing.assert_allclose(oracle.fake_quantize(x, np.array([-1.0, 0, 0.5, 1]), 0.01), [0, 1, 2.5, 3.25, 4, 100])
+    np.testing.assert_allclose(fake_quantize(x, np.array([-1.0, 0, 0.5, 1]), 0.01), [0, 1, 2.5, 3.25, 4, 100])
 
 
 def test_a_batch_is_its_oracle_and_padding_may_hold_infinity():
-    batch, method, levels = layer.random_batch(), kvjax.parse("kvquant:every=4"), np.array(oracle.NF4)
+    batch, method, levels = layer.random_batch(), kvjax.parse("kvquant:every=4"), np.array(NF4)
     out = layer.decode(method, batch, state=layer.prefill(layer.bind(method), batch, padding=np.inf))
 
     def keys(x: np.ndarray, prompt: int) -> np.ndarray:
         at = np.arange(len(x))
-        return rope(oracle.reconstruct(rope(x, -at), prompt, "channel", levels, 0.01, 4, 1), at)
+        return rope(reconstruct(rope(x, -at), prompt, "channel", levels, 0.01, 4, 1), at)
 
     def values(x: np.ndarray, prompt: int) -> np.ndarray:
-        return oracle.reconstruct(x, prompt, "token", levels, 0.01, 4, 1)
+        return reconstruct(x, prompt, "token", levels, 0.01, 4, 1)
 
     np.testing.assert_allclose(out, attend_decoded(batch, keys, values), atol=2e-5)
 
@@ -81,7 +119,7 @@ def test_what_is_held_is_the_oracles(axis, outliers, share):
     levels = normal_float_levels(3).astype(float)
     for b, n in enumerate(map(int, lengths)):
         for h in range(2):
-            expected = oracle.reconstruct(x[b, h, : n + 9].astype(float), n, axis, levels, share, 4, 0)
+            expected = reconstruct(x[b, h, : n + 9].astype(float), n, axis, levels, share, 4, 0)
             np.testing.assert_allclose(decoded[b, h, : n + 9], expected, rtol=1e-5, atol=1e-6)
 
 

@@ -1,4 +1,7 @@
-"""LagKV against its oracle, on ragged sequences."""
+"""LagKV against its oracle, on ragged sequences.
+
+LagKV in NumPy, float64, from its paper (arXiv 2504.04704) and kvpress: one key/value head of one sequence.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,42 @@ import pytest
 from kvjax.core.types import KVBlock
 from kvjax.methods.lagkv import LagKV, _spread
 from tests.contract import layer
-from tests.oracles import lagkv as oracle
+
+
+def spread_scores(part: np.ndarray, following: np.ndarray) -> np.ndarray:
+    """The softmax [c] over tokens of the deviation of their channels, scaled to the ranges of the next partition."""
+    low, high = following.min(0), following.max(0)
+    deviations = []
+    for token in part:
+        normalized = [(x - a) / (b - a) if b > a else 0.0 for x, a, b in zip(token, low, high, strict=True)]
+        mean = sum(normalized) / len(normalized)
+        deviations.append(np.sqrt(sum((x - mean) ** 2 for x in normalized) / (len(normalized) - 1)))
+    weights = np.exp(np.array(deviations) - max(deviations))
+    return weights / weights.sum()
+
+
+def scores(k: np.ndarray, v: np.ndarray, lag: int, sinks: int, cross: bool = False) -> np.ndarray:
+    """The scores [S] of k, v [S H]; NaN for sinks and for tokens without a whole partition after their own."""
+    out = np.full(len(k), np.nan)
+    start = sinks
+    while start + 2 * lag <= len(k):
+        this, following = slice(start, start + lag), slice(start + lag, start + 2 * lag)
+        chunk_scores = (spread_scores(k[this], k[following]) + spread_scores(v[this], v[following])) / 2
+        rank = [sum(other < one for other in chunk_scores) for one in chunk_scores]
+        out[this] = chunk_scores if cross else np.array(rank) / lag
+        start += lag
+    return out
+
+
+def select_tokens(scores: np.ndarray, budget: int, sinks: int) -> list[int]:
+    """Selects the sinks, then the latest tokens without a score, then the highest scores; ascending."""
+
+    def rank_key(i: int) -> tuple:
+        if i < sinks:
+            return 2, 0
+        return (1, i) if np.isnan(scores[i]) else (0, scores[i], -i)
+
+    return sorted(sorted(range(len(scores)), key=rank_key, reverse=True)[:budget])
 
 
 def score_tokens(scorer: LagKV, block: KVBlock) -> np.ndarray:
@@ -31,7 +69,7 @@ def test_scores_are_those_of_real_tokens_alone(padding, cross):
     for b, n in enumerate(layer.LENGTHS.tolist()):
         for head in range(layer.K):
             k, v = (np.asarray(x[b, head, :n], np.float64) for x in (block.k, block.v))
-            expected = oracle.scores(k, v, 2, 1, cross)
+            expected = scores(k, v, 2, 1, cross)
             has = ~np.isnan(expected)
             np.testing.assert_allclose(actual[b, head, :n][has], expected[has], atol=1e-6)
             above = actual[b, head, 1:n][~has[1:]]  # later tokens outrank earlier ones, and all that have a score
@@ -46,7 +84,7 @@ def test_each_head_keeps_its_highest_and_its_latest(budget):
     for b, n in enumerate(batch.lengths.tolist()):
         for head in range(layer.K):
             k, v = (np.asarray(x[b, head, :n], np.float64) for x in (batch.k, batch.v))
-            expected = oracle.select_tokens(oracle.scores(k, v, 2, 1), budget, 1)
+            expected = select_tokens(scores(k, v, 2, 1), budget, 1)
             assert sorted(p for p in positions[b, head].tolist() if p >= 0) == expected
 
 

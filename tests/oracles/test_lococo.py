@@ -1,4 +1,7 @@
-"""LoCoCo against its oracle: the tokens mixed into each slot, and the calibration of a table."""
+"""LoCoCo against its oracle: the tokens mixed into each slot, and the calibration of a table.
+
+LoCoCo in NumPy, float64, one head at a time, from its public code (VITA-Group/LoCoCo; arXiv 2406.05317).
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,42 @@ from kvjax.methods.lococo import Convolution, ConvolutionTable, relative_error, 
 from kvjax.testing import dense_attention
 from tests.contract import layer
 from tests.oracles import eviction
-from tests.oracles import lococo as oracle
+from tests.oracles.eviction import top_indices
 from tests.oracles.slots import head_slots
+
+
+def mixing_weights(x, weight, bias) -> np.ndarray:
+    """The softmax weights [M T] of tokens [T C] under a convolution [M C w] with zero padding."""
+    M, _, w = weight.shape
+    out = np.zeros((M, len(x)))
+    for m in range(M):
+        for t in range(len(x)):
+            for i in range(w):
+                s = t + i - w // 2
+                if 0 <= s < len(x):
+                    out[m, t] += weight[m, :, i] @ x[s]
+            out[m, t] = max(out[m, t] + bias[m], 0)
+        out[m] = np.exp(out[m] - out[m].max())
+    return out / out.sum(1, keepdims=True)
+
+
+def compress(k, v, scores, budget, recent, weight, bias, normalizer):
+    """Compresses keys and values [T H] by scores [T] -> (tokens that keep their slots, keys, values [budget H])."""
+    T, M = len(k), len(weight)
+    if budget >= T:
+        return list(range(T)), k, v
+    newest = set(range(T - recent, T))
+    heavy = newest | set(top_indices(scores.tolist(), budget - M - recent, newest))
+    others = [t for t in range(T) if t not in heavy]
+    weights = mixing_weights(np.concatenate([k, v], 1)[others], weight, bias)
+    anchors = top_indices(scores.tolist(), M, heavy)
+    new_k, new_v = k.copy(), v.copy()
+    for m, t in enumerate(anchors):
+        new_k[t] = (1 - normalizer) * k[t] + normalizer * weights[m] @ k[others]
+        new_v[t] = (1 - normalizer) * v[t] + normalizer * weights[m] @ v[others]
+    tokens = sorted(heavy | set(anchors))
+    return tokens, new_k[tokens], new_v[tokens]
+
 
 SPEC = layer.spec()
 TABLE = {
@@ -34,12 +71,12 @@ def write_table(path, **changed: np.ndarray) -> str:
 def test_the_example_by_hand():
     """Token 4 is heavy; the mean of tokens 1 to 4 goes into the best of the others, together with half of itself."""
     x = np.array([[1.0], [2.0], [3.0], [4.0]])
-    tokens, k, v = oracle.compress(x, 10 * x, np.array([1, 3, 2, 9]), 2, 0, np.zeros((1, 2, 3)), [0.0], 0.5)
+    tokens, k, v = compress(x, 10 * x, np.array([1, 3, 2, 9]), 2, 0, np.zeros((1, 2, 3)), [0.0], 0.5)
     assert (tokens, k.tolist(), v.tolist()) == ([1, 3], [[2], [4]], [[20], [40]])
     kernels = np.zeros((1, 2, 3))
     kernels[0, 0, 0] = np.log(3)  # the key of the token before is the logit: 0, ln 3 and 2 ln 3
     np.testing.assert_allclose(
-        oracle.mixing_weights(np.concatenate([x, x], 1)[:3], kernels, [0.0]), [[1 / 13, 3 / 13, 9 / 13]]
+        mixing_weights(np.concatenate([x, x], 1)[:3], kernels, [0.0]), [[1 / 13, 3 / 13, 9 / 13]]
     )
 
 
@@ -55,7 +92,7 @@ def test_slots_are_the_oracles_whatever_padding_holds(tmp_path, dtype, budget, r
         scores = eviction.accumulated_scores(eviction.attention_weights(q, k))[1]
         for head in range(layer.K):
             pos, keys, values = head_slots(state, b, head)
-            expected = oracle.compress(k[head], v[head], scores[head], budget, recent, *numbers)
+            expected = compress(k[head], v[head], scores[head], budget, recent, *numbers)
             assert pos == expected[0]
             tolerance = {"atol": 2e-5} if dtype == jnp.float32 else {"rtol": 1e-2, "atol": 1e-2}
             np.testing.assert_allclose(keys.astype(np.float64), expected[1], **tolerance)

@@ -1,6 +1,11 @@
-"""MiKV against its oracle, and the properties of balanced channels and of codes per token."""
+"""MiKV against its oracle, and the properties of balanced channels and of codes per token.
+
+MiKV in NumPy, float64, from its paper (arXiv 2402.18096, sections 3.1 and 3.2): one head of one sequence.
+"""
 
 from __future__ import annotations
+
+from math import floor
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +21,42 @@ from kvjax.errors import KvjaxError
 from kvjax.methods.mikv import ChannelBalancer
 from kvjax.testing import dense_attention
 from tests.contract import layer
-from tests.oracles import mikv as oracle
 from tests.oracles.eviction import accumulated_scores
 from tests.oracles.eviction import attention_weights as causal
+
+
+def low_tier_tokens(received: np.ndarray, fraction: float, recent: float) -> list[int]:
+    """The tokens of the low tier, ascending, by attention received [n]; ties go to the earlier token."""
+    n = len(received)
+    count = floor(fraction * n + 1e-9)
+    num_recent = floor(recent * (n - count) + 1e-9)
+    order = sorted(range(n - num_recent), key=lambda t: (received[t], t))
+    return sorted(order[:count])
+
+
+def oracle_channel_balance(q: np.ndarray, k: np.ndarray) -> np.ndarray:
+    """The factor of each key channel [H], from queries q [G n H] and keys k [n H] of a prompt."""
+    query_max, key_max = np.abs(q).max((0, 1)), np.abs(k).max(0)
+    return np.array([np.sqrt(a / b) if a > 0 and b > 0 else 1.0 for a, b in zip(query_max, key_max, strict=True)])
+
+
+def round_to_levels(vector: np.ndarray, bits: int, group: int) -> np.ndarray:
+    """Rounds each group of channels of a vector [H] to 2^bits levels from its minimum to its maximum."""
+    out = vector.astype(float).copy()
+    for first in range(0, len(vector), group):
+        numbers = vector[first : first + group]
+        step = (numbers.max() - numbers.min()) / (2**bits - 1)
+        if step > 0:
+            out[first : first + group] = np.round((numbers - numbers.min()) / step) * step + numbers.min()
+    return out
+
+
+def reconstruct(k, v, tokens: list[int], balance, bits: int, group: int) -> tuple[np.ndarray, np.ndarray]:
+    """The stored keys and values [n H] when these tokens are quantized."""
+    k, v = k.astype(float).copy(), v.astype(float).copy()
+    for t in tokens:
+        k[t], v[t] = round_to_levels(k[t] * balance, bits, group) / balance, round_to_levels(v[t], bits, group)
+    return k, v
 
 
 @pytest.mark.parametrize(
@@ -32,11 +70,11 @@ def test_it_is_its_oracle_where_padding_holds_infinity(text, bits, group, balanc
         prompts = np.asarray(batch.q[b, :, :, :n], np.float64), np.asarray(batch.k[b, :, :n], np.float64)
         received = accumulated_scores(causal(*prompts))[1]
         for h in range(layer.K):
-            tokens = oracle.low_tier_tokens(received[h], 0.6, 0.5)
-            weight = oracle.channel_balance(prompts[0][h], prompts[1][h]) if balance else np.ones(layer.H)
+            tokens = low_tier_tokens(received[h], 0.6, 0.5)
+            weight = oracle_channel_balance(prompts[0][h], prompts[1][h]) if balance else np.ones(layer.H)
             for t in range(layer.STEPS):
                 k, v = (np.asarray(x[b, h, : n + t + 1]) for x in (batch.k, batch.v))
-                keys, values = oracle.reconstruct(k, v, tokens, weight, bits, group)
+                keys, values = reconstruct(k, v, tokens, weight, bits, group)
                 q = np.asarray(batch.q[b, h, :, n + t : n + t + 1])
                 expected = dense_attention(q, keys[None], values[None], np.array([n + t]))[:, 0]
                 np.testing.assert_allclose(out[b, h, :, t], expected, atol=1e-5)
@@ -44,7 +82,7 @@ def test_it_is_its_oracle_where_padding_holds_infinity(text, bits, group, balanc
 
 def test_the_newest_of_the_high_tier_stay_whatever_they_receive():
     """Eight of ten tokens are low; one of the others is the newest, the other the most attended."""
-    assert oracle.low_tier_tokens(np.array([9, 1, 8, 7, 6, 5, 4, 3, 2, 0.0]), 0.8, 0.5) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert low_tier_tokens(np.array([9, 1, 8, 7, 6, 5, 4, 3, 2, 0.0]), 0.8, 0.5) == [1, 2, 3, 4, 5, 6, 7, 8]
     low = layer.prefill(layer.bind("mikv:share=0.5,recent=1"), layer.random_batch()).side_store.pos[0]
     assert np.asarray(low).tolist() == [[0, 1, 2, 3]] * layer.K
 
@@ -107,7 +145,7 @@ def test_codes_by_token_are_the_oracles_and_really_packed(bits):
         return stored, codec.decode(stored), codec.gather(stored, idx)
 
     stored, decoded, rows = run(jnp.where(pos[..., None] >= 0, x, jnp.inf))
-    expected = np.array([[oracle.round_to_levels(row, bits, 16) for row in head[:4]] for head in x[0]])
+    expected = np.array([[round_to_levels(row, bits, 16) for row in head[:4]] for head in x[0]])
     np.testing.assert_allclose(decoded[0, :, :4], expected, atol=1e-5)
     np.testing.assert_array_equal(decoded[0, 1, 2], x[0, 1, 2])
     np.testing.assert_array_equal(rows, jnp.take_along_axis(decoded, idx[..., None], 2))

@@ -1,8 +1,12 @@
-"""MiniCache against its oracle, in the pairs of layers of a model."""
+"""MiniCache against its oracle, in the pairs of layers of a model.
+
+MiniCache in NumPy, float64, from its paper (arXiv 2405.14366): one head of one sequence at a time.
+"""
 
 from __future__ import annotations
 
 import functools
+from math import ceil
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +29,42 @@ from kvjax.methods.minicache import signed_squared_cosine, slerp, split_length
 from kvjax.models.config import Config
 from kvjax.reuse.full_kv import FullKV, read_exactly
 from kvjax.testing import dense_attention, toy_model
-from tests.oracles import minicache as oracle
+
+
+def angle(a, b) -> float:
+    """The angle between two vectors."""
+    return float(np.arccos(np.clip(a @ b / (np.linalg.norm(a) * np.linalg.norm(b)), -1, 1)))
+
+
+def interpolate_directions(a, b, t: float) -> np.ndarray:
+    """The unit vector at the fraction t of the rotation from the direction of a to that of b."""
+    a, b = a / np.linalg.norm(a), b / np.linalg.norm(b)
+    orthogonal = b - (a @ b) * a
+    rotation = t * angle(a, b)
+    return np.cos(rotation) * a + np.sin(rotation) * orthogonal / np.linalg.norm(orthogonal)
+
+
+def retained_tokens(lower, upper, fraction: float) -> list[int]:
+    """The tokens whose keys [T H] differ most in direction, ascending; ties go to the earlier token."""
+    order = sorted(range(len(lower)), key=lambda i: (-angle(lower[i], upper[i]), i))
+    return sorted(order[: ceil(fraction * len(lower) - 1e-9)])
+
+
+def merge_tokens(lower, upper, retained, t: float) -> tuple[np.ndarray, np.ndarray]:
+    """Merges the directions of one head's keys or values [T H] in both layers, and restores their norms."""
+    below, above = lower.astype(float).copy(), upper.astype(float).copy()
+    for i in set(range(len(lower))) - set(retained):
+        direction = interpolate_directions(below[i], above[i], t)
+        below[i], above[i] = (np.linalg.norm(x[i]) * direction for x in (below, above))
+    return below, above
+
+
+def merge_layers(lower, upper, fraction: float, t: float) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Merges (keys, values) [T H] of a head in the lower and the upper layer -> both, as the cache returns them."""
+    retained = retained_tokens(lower[0], upper[0], fraction)
+    keys, values = (merge_tokens(a, b, retained, t) for a, b in zip(lower, upper, strict=True))
+    return list(zip(keys, values, strict=True))
+
 
 MODEL = toy_model(layers=4)
 LOWER, UPPER = 2, 3
@@ -97,7 +136,7 @@ def test_both_layers_of_a_pair_read_what_the_oracle_holds(share):
         np.testing.assert_allclose(np.concatenate([out[i] for out in singles], 3), chunk[i], atol=2e-6)
         for b, n in enumerate(LENGTHS):
             for head in range(MODEL.config.kind(0).attention.kv_heads):
-                merged = oracle.merge_layers(head_tokens(LOWER, b, head), head_tokens(UPPER, b, head), share, 0.6)[i]
+                merged = merge_layers(head_tokens(LOWER, b, head), head_tokens(UPPER, b, head), share, 0.6)[i]
                 k, v = (np.concatenate([x, y[b, head]]) for x, y in zip(merged, (block.k, block.v), strict=True))
                 expected = dense_attention(np.asarray(q[b, head]), k[None], v[None], n + np.arange(STEPS))
                 np.testing.assert_allclose(chunk[i][b, head], expected, atol=2e-5)
@@ -112,7 +151,7 @@ def test_a_pair_keeps_the_same_tokens_exactly_and_every_position_once():
     positions = np.asarray(cache.plan[LOWER].positions(lower))
     for b, n in enumerate(LENGTHS):
         for head in range(MODEL.config.kind(0).attention.kv_heads):
-            retained = oracle.retained_tokens(head_tokens(LOWER, b, head)[0], head_tokens(UPPER, b, head)[0], 0.2)
+            retained = retained_tokens(head_tokens(LOWER, b, head)[0], head_tokens(UPPER, b, head)[0], 0.2)
             assert [p for p in np.asarray(lower.pos[b, head]).tolist() if p >= 0] == retained
             assert sorted(p for p in positions[b, head].tolist() if p >= 0) == list(range(n))
 
@@ -156,7 +195,7 @@ def test_a_quarter_turn_by_hand():
     actual = slerp(jnp.array([[3.0, 0.0]]), jnp.array([[0.0, 5.0]]), 0.6)
     np.testing.assert_allclose(actual[0], [0.587785, 0.809017], atol=1e-6)
     np.testing.assert_allclose(
-        oracle.interpolate_directions(np.array([3.0, 0.0]), np.array([0.0, 5.0]), 0.6), actual[0], atol=1e-6
+        interpolate_directions(np.array([3.0, 0.0]), np.array([0.0, 5.0]), 0.6), actual[0], atol=1e-6
     )
 
 
@@ -174,7 +213,7 @@ def test_where_no_plane_is_given_the_direction_is_one_of_both(scale):
 def test_the_angle_is_the_same_whichever_layer_asks():
     a, b = (jnp.asarray(x, jnp.float32) for x in np.random.default_rng(1).normal(size=(2, 1000, 128)))
     np.testing.assert_array_equal(signed_squared_cosine(a, b), jax.jit(signed_squared_cosine)(b, a))
-    cos = np.array([np.cos(oracle.angle(x, y)) for x, y in zip(np.float64(a), np.float64(b), strict=True)])
+    cos = np.array([np.cos(angle(x, y)) for x, y in zip(np.float64(a), np.float64(b), strict=True)])
     np.testing.assert_allclose(signed_squared_cosine(a, b), cos * np.abs(cos), atol=1e-3)
     assert not np.asarray(signed_squared_cosine(0 * a, b)).any()
 

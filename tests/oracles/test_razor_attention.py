@@ -1,4 +1,7 @@
-"""RazorAttention against its oracle: the retrieval heads, and the compensation tokens of the others."""
+"""RazorAttention against its oracle: the retrieval heads, and the compensation tokens of the others.
+
+RazorAttention in NumPy (arXiv 2407.15891, section 3): retrieval heads, and attention with a compensation token.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,46 @@ from kvjax.methods.razor_attention import Compensation, RazorBudgets
 from kvjax.testing import toy_model
 from tests.contract import layer
 from tests.oracles import eviction
-from tests.oracles import razor_attention as oracle
+
+
+def echo_and_induction(a, period: int) -> tuple[float, float]:
+    """The scores (echo, induction), as in msmodelslim, of one query head's attention [T T] to a text that repeats."""
+    echo, induction = [], []
+    for t in range(len(a)):
+        for s in range(t - period, -1, -period):
+            echo.append(a[t, s])
+            induction.append(a[t, s + 1])
+    return float(np.mean(echo)), float(np.mean(induction))
+
+
+def select_retrieval_heads(echo, induction, echo_fraction: float, induction_fraction: float) -> np.ndarray:
+    """The retrieval heads, bool[L K], by distinct scores [L K]."""
+    is_retrieval = np.zeros(np.shape(echo), bool)
+    for scores, fraction in ((echo, echo_fraction), (induction, induction_fraction)):
+        order = np.argsort(-np.asarray(scores), axis=None)
+        is_retrieval.ravel()[order[: round(fraction * is_retrieval.size)]] = True
+    return is_retrieval
+
+
+def split_prompt(n: int, sinks: int, recent: int, part: int) -> tuple[list[int], list[int]]:
+    """Splits n tokens -> (sinks and recent tokens, tokens between them that become one compensation token)."""
+    last = max(recent, n // part if part else 0)
+    between = list(range(sinks, n - last))
+    return [s for s in range(n) if s not in between], between
+
+
+def attend(q, k, v, exact, compensated, later) -> np.ndarray:
+    """Attends with q [G H] to exact and later tokens, and to the compensation token, weighted by its count -> [G H]."""
+    visible = [*exact, *later]
+    keys, values, count = k[visible], v[visible], np.ones(len(visible))
+    if compensated:
+        keys = np.vstack([keys, k[compensated].mean(0)])
+        values = np.vstack([values, v[compensated].mean(0)])
+        count = np.append(count, len(compensated))
+    s = q @ keys.T / np.sqrt(q.shape[-1])
+    weights = count * np.exp(s - s.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True) @ values
+
 
 SPEC = dataclasses.replace(layer.spec(), num_layers=5, method_layers=None, num_kv_heads=4)
 
@@ -43,7 +85,7 @@ def test_the_highest_of_either_score_are_retrieval_heads(tmp_path, echo, inducti
     scores = np.random.default_rng(0).permutation(40).reshape(2, 5, 4)
     rule = RazorBudgets(TableFile(write_table(tmp_path, *scores, SPEC), "retrieval_heads"), echo, induction, 1, 2, 0)
     arrays = [rule.at(dataclasses.replace(SPEC, index=i)).tokens for i in range(5)]
-    expected = oracle.select_retrieval_heads(*scores, echo, induction)
+    expected = select_retrieval_heads(*scores, echo, induction)
     np.testing.assert_array_equal(arrays, np.where(expected, ALL_TOKENS, 1 + 2 + 1))
 
 
@@ -57,11 +99,11 @@ def test_what_is_lost_is_read_as_its_mean_so_many_times(tmp_path, part):
     for b, n in enumerate(batch.lengths.tolist()):
         q, k, v = (np.asarray(x[b], np.float64) for x in (batch.q, batch.k, batch.v))
         for head in range(layer.K):
-            exact, between = oracle.split_prompt(n, 2, 2, part) if head else (list(range(n)), [])
+            exact, between = split_prompt(n, 2, 2, part) if head else (list(range(n)), [])
             folded = max(folded, len(between))
             for t in range(layer.STEPS):
                 new_tokens = range(n, n + t + 1)
-                expected = oracle.attend(q[head, :, n + t], k[head], v[head], exact, between, new_tokens)
+                expected = attend(q[head, :, n + t], k[head], v[head], exact, between, new_tokens)
                 np.testing.assert_allclose(out[b, head, :, t], expected, atol=5e-6)
     assert folded == (5 if part == 0 else 3)
     np.testing.assert_allclose(state.side_store.bias.max(), np.log(folded), rtol=1e-6)
@@ -96,7 +138,7 @@ def test_scores_of_a_repeated_text_are_the_oracles(tmp_path):
     arrays = kind.arrays(jax.tree.map(lambda x: np.asarray(x[0], np.float64), counts), spec)
     attention = eviction.attention_weights(q, k)
     for head in range(2):
-        expected = [oracle.echo_and_induction(a, period) for a in attention[head]]
+        expected = [echo_and_induction(a, period) for a in attention[head]]
         np.testing.assert_allclose([arrays["echo"][head], arrays["induction"][head]], np.max(expected, 0), rtol=1e-5)
     ids = kind.documents(50, 1000)[0]
     assert len(ids) == 1000 and ids[:250] * NUM_COPIES == ids and max(ids) < 50

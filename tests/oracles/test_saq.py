@@ -1,4 +1,7 @@
-"""The staircase of bits against its oracle, over prompts and decoded tokens of all ages."""
+"""The staircase of bits against its oracle, over prompts and decoded tokens of all ages.
+
+Staircase adaptive quantization in NumPy, from its listing (arXiv 2410.18441): the tokens of one head by blocks.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,46 @@ from kvjax.core import memory
 from kvjax.errors import KvjaxError
 from kvjax.methods.saq import StaircaseQuantizer
 from tests.contract import layer
-from tests.oracles import saq as oracle
 from tests.oracles.codec_attention import attend_decoded
+from tests.oracles.kivi import fake_quantize
+
+
+def fake_quantize_block(block: np.ndarray, bits: int, group: int, axis: str) -> np.ndarray:
+    """Quantizes and dequantizes a block of tokens [n H], in groups within a channel or within a token."""
+    vectors = block.T if axis == "channel" else block
+    quantized = np.stack(
+        [np.concatenate([fake_quantize(x, bits) for x in vector.reshape(-1, group)]) for vector in vectors]
+    )
+    return quantized.T if axis == "channel" else quantized
+
+
+def reconstruct(
+    x: np.ndarray, prompt: int, bits: tuple[int, ...], group: int, block_tokens: int, axis: str
+) -> np.ndarray:
+    """The stored tokens [n H] after the last was written; the first `prompt` were the prompt."""
+    out, last_level = x.copy(), len(bits) - 1
+    blocks = prompt // block_tokens
+    levels = {j: min(blocks - 1 - j, last_level) for j in range(blocks)}  # block -> the level that it is at
+    for j, i in levels.items():
+        out[j * block_tokens : (j + 1) * block_tokens] = fake_quantize_block(
+            x[j * block_tokens : (j + 1) * block_tokens], bits[i], group, axis
+        )
+    for newest in range(blocks, max((len(x) - 1) // block_tokens, blocks)):
+        for j in range(newest):
+            if levels[j] < last_level:
+                levels[j] += 1
+                tokens = slice(j * block_tokens, (j + 1) * block_tokens)
+                out[tokens] = fake_quantize_block(out[tokens], bits[levels[j]], group, axis)
+        levels[newest] = 0
+        tokens = slice(newest * block_tokens, (newest + 1) * block_tokens)
+        out[tokens] = fake_quantize_block(out[tokens], bits[0], group, axis)
+    return out
 
 
 def test_the_oracle_by_hand():
     """Blocks of one token in groups of four channels, 2 bits and then 1, whose levels are the quarter points."""
     x = np.array([[0, 1, 2, 3.3], [0, 0, 0, 8], [1, 1, 1, 1], [5, 5, 5, 5]], np.float32)
-    at = [oracle.reconstruct(x[:n], 1, (2, 1), 4, 1, "token") for n in (1, 2, 3, 4)]
+    at = [reconstruct(x[:n], 1, (2, 1), 4, 1, "token") for n in (1, 2, 3, 4)]
     # A prompt's block is at its first level at once.
     np.testing.assert_allclose(at[0][0], [0, 1.1, 2.2, 3.3], rtol=1e-6)
     np.testing.assert_allclose(at[1], [[0, 1.1, 2.2, 3.3], [0, 0, 0, 8]], rtol=1e-6)
@@ -34,10 +69,10 @@ def test_a_batch_is_its_oracle_and_padding_may_hold_infinity():
     out = layer.decode(method, batch, state=layer.prefill(layer.bind(method), batch, padding=np.inf))
 
     def keys(x: np.ndarray, prompt: int) -> np.ndarray:
-        return oracle.reconstruct(x.astype(np.float32), prompt, (8, 4, 2), 4, 4, "channel")
+        return reconstruct(x.astype(np.float32), prompt, (8, 4, 2), 4, 4, "channel")
 
     def values(x: np.ndarray, prompt: int) -> np.ndarray:
-        return oracle.reconstruct(x.astype(np.float32), prompt, (8, 4, 2), 4, 4, "token")
+        return reconstruct(x.astype(np.float32), prompt, (8, 4, 2), 4, 4, "token")
 
     np.testing.assert_allclose(out, attend_decoded(batch, keys, values), atol=5e-6)
 
@@ -74,7 +109,7 @@ def test_what_is_held_is_the_oracles_bit_by_bit(place, bits, axis, dtype):
     assert decoded.dtype == gathered.dtype == dtype
     for b, n in enumerate(lengths):
         for h in range(2):
-            expected = oracle.reconstruct(x[b, h, : n + steps], int(n), bits, 4, 4, axis)
+            expected = reconstruct(x[b, h, : n + steps], int(n), bits, 4, 4, axis)
             np.testing.assert_array_equal(np.asarray(decoded[b, h, : n + steps]), expected)
             np.testing.assert_array_equal(np.asarray(gathered[b, h]), expected[[0, 4, 9, 12, 14]])
 

@@ -1,6 +1,11 @@
-"""ThinK against its oracle, and the properties of keys with few channels."""
+"""ThinK against its oracle, and the properties of keys with few channels.
+
+ThinK in NumPy, float64, from its paper (arXiv 2407.21018, section 3) and authors' code: one head of one sequence.
+"""
 
 from __future__ import annotations
+
+from math import floor
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +20,28 @@ from kvjax.errors import KvjaxError
 from kvjax.methods.think import ChannelPruner, OlderTokens
 from kvjax.testing import dense_attention
 from tests.contract import layer
-from tests.oracles import think as oracle
+
+
+def oracle_select_channels(q: np.ndarray, k: np.ndarray, fraction: float, num_queries: int) -> list[int]:
+    """Selects the key channels that stay, ascending, by q [G n H] and k [S H] of a prompt; ties go to the lower."""
+    scores = np.square(q[:, -num_queries:]).mean((0, 1)) * np.square(k).mean(0)
+    order = sorted(range(len(scores)), key=lambda c: (-scores[c], c))
+    return sorted(order[: len(scores) - floor(fraction * len(scores) + 1e-9)])
+
+
+def reconstruct(k: np.ndarray, num_pruned: int, channels: list[int]) -> np.ndarray:
+    """The stored keys [n H] when the first `num_pruned` have only these channels."""
+    out = k.astype(float).copy()
+    dropped = [c for c in range(k.shape[1]) if c not in set(channels)]
+    out[:num_pruned, dropped] = 0.0
+    return out
 
 
 def oracle_channels(batch: layer.SequenceBatch, b: int, h: int, queries: int = 4) -> list[int]:
     """The channels that the oracle keeps of a head."""
     n = int(batch.lengths[b])
     q, k = np.asarray(batch.q[b, h, :, :n], np.float64), np.asarray(batch.k[b, h, :n], np.float64)
-    return oracle.select_channels(q, k, 0.4, queries)
+    return oracle_select_channels(q, k, 0.4, queries)
 
 
 def test_it_is_its_oracle_where_padding_holds_infinity():
@@ -35,7 +54,7 @@ def test_it_is_its_oracle_where_padding_holds_infinity():
             for t in range(layer.STEPS):
                 k, v = (np.asarray(x[b, h, : n + t + 1], np.float64) for x in (batch.k, batch.v))
                 keys, q = (
-                    oracle.reconstruct(k, max(n - 3, 0), channels),
+                    reconstruct(k, max(n - 3, 0), channels),
                     np.asarray(batch.q[b, h, :, n + t : n + t + 1]),
                 )
                 expected = dense_attention(q, keys[None], v[None], np.array([n + t]))[:, 0]
@@ -101,7 +120,7 @@ def test_over_a_selection_older_tokens_are_those_that_it_leaves():
     np.testing.assert_array_equal(np.asarray(state.pos[0])[:, :2], pos[:, 4:])
     for h in range(layer.K):
         q, k = np.asarray(batch.q[0, h, :, :9], np.float64), np.asarray(batch.k[0, h], np.float64)[pos[h]]
-        assert state.side_store.k.channels[0, h, 0].tolist() == oracle.select_channels(q, k, 0.4, 4)
+        assert state.side_store.k.channels[0, h, 0].tolist() == oracle_select_channels(q, k, 0.4, 4)
 
 
 def test_what_has_no_meaning_is_refused():

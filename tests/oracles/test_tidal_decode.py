@@ -1,4 +1,7 @@
-"""TidalDecode over several layers: against the paper, and the selection passed from layer to layer."""
+"""TidalDecode over several layers: against the paper, and the selection passed from layer to layer.
+
+TidalDecode in NumPy, float64, from its paper (arXiv 2410.05076, section 3): one sequence, one token at a time.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,33 @@ from kvjax.core.types import KVBlock
 from kvjax.registry.strings import method_of
 from kvjax.testing import toy_model
 from tests.contract import layer
-from tests.oracles import tidal_decode as oracle
+from tests.oracles.online import softmax
+
+
+def tidal_decode(layers, n: int, topk: int, dense: int, reselect: int, windows=None):
+    """Decodes through layers, each (q [K G S H], k [K S H], v [K S H]), after a prompt of n tokens.
+
+    Returns per layer the outputs [K G S-n H] of the rest, and the sets of tokens that its queries read, [K][G][S-n].
+    """
+    K, G, S, H = layers[0][0].shape
+    outs = [np.empty((K, G, S - n, H)) for _ in layers]
+    reads = [[[[None] * (S - n) for _ in range(G)] for _ in range(K)] for _ in layers]
+    for t in range(n, S):
+        for head in range(K):
+            for g in range(G):
+                chosen = None
+                for i, (q, k, v) in enumerate(layers):
+                    window = windows[i] if windows else None
+                    visible = list(range(0 if window is None else max(0, t - window + 1), t + 1))
+                    logits = {s: k[head, s] @ q[head, g, t] / np.sqrt(H) for s in visible}
+                    if i in (dense, reselect) and i >= dense:
+                        chosen = sorted(visible[:-1], key=lambda s: -logits[s])[: topk - 1]
+                    elif i > dense:
+                        visible = [s for s in visible if s in chosen or s == t]
+                    outs[i][head, g, t - n] = softmax(np.array([logits[s] for s in visible])) @ v[head, visible]
+                    reads[i][head][g][t - n] = set(visible)
+    return outs, reads
+
 
 LAYERS = 5
 SMALL = "tidal_decode:topk=4,dense=1,reselect=3"
@@ -61,7 +90,7 @@ def decode(plan) -> tuple[list[np.ndarray], list]:
 
 def oracle_outputs(b: int, windows=None):
     n = int(DATA[0].lengths[b])
-    return oracle.tidal_decode([batch.exact(b) for batch in DATA], n, 4, 1, 3, windows)
+    return tidal_decode([batch.exact(b) for batch in DATA], n, 4, 1, 3, windows)
 
 
 @pytest.mark.parametrize("windows", [(None,) * LAYERS, (None, None, 4, 6, None)], ids=str)

@@ -1,4 +1,7 @@
-"""Turned queries against their oracle, on ragged sequences, and what they keep over the whole model."""
+"""Turned queries against their oracle, on ragged sequences, and what they keep over the whole model.
+
+Turned queries in NumPy, float64, from kvjax's own formula (`kvjax/methods/turned_queries.py`).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,37 @@ from kvjax.core.rope import Rope, RopeScaling
 from kvjax.core.types import KVBlock
 from kvjax.methods.turned_queries import TurnedQueries
 from tests.contract import layer
-from tests.oracles import turned_queries as oracle
+
+
+def rotate(x: np.ndarray, positions: np.ndarray, frequencies: np.ndarray) -> np.ndarray:
+    """Rotates the pairs (i, i + H/2) of x [n H] by positions [n] times frequencies [H/2]."""
+    half = x.shape[1] // 2
+    pairs = (x[:, :half] + 1j * x[:, half:]) * np.exp(1j * positions[:, None] * frequencies)
+    return np.concatenate([pairs.real, pairs.imag], 1)
+
+
+def scores(
+    q: np.ndarray,
+    k: np.ndarray,
+    frequencies: np.ndarray,
+    ahead: int,
+    reduce: str = "max",
+    stride: int = 1,
+    last: float = 1.0,
+) -> np.ndarray:
+    """The scores [T] of keys k [T H] by queries q [G T H], both after RoPE at positions 0..T-1."""
+    T = k.shape[0]
+    query_tokens = [t for t in range(T - 1, -1, -stride) if t >= T - max(int(T * last), 1)]
+    head_scores = []
+    for head in q:
+        unrotated = rotate(head, -np.arange(T), frequencies)[query_tokens]
+        moved = rotate(unrotated, np.full(len(query_tokens), T + ahead), frequencies)
+        logits = moved @ k.T / np.sqrt(k.shape[1])
+        weights = np.exp(logits - logits.max(1, keepdims=True))
+        weights /= weights.sum(1, keepdims=True)
+        head_scores.append(weights.max(0) if reduce == "max" else weights.mean(0))
+    return np.max(head_scores, 0)
+
 
 FREQUENCIES = 1 / 10_000 ** (np.arange(layer.H // 2) / (layer.H // 2))
 
@@ -35,7 +68,7 @@ def test_scores_are_those_of_the_oracle_whatever_padding_holds(ahead, stride, la
         for b, n in enumerate(batch.lengths):
             for head in range(layer.K):
                 q_row, k_row = (np.asarray(x[b, head, ..., :n, :], np.float64) for x in (batch.q, batch.k))
-                expected = oracle.scores(q_row, k_row, FREQUENCIES, ahead, reduce, stride, last)
+                expected = scores(q_row, k_row, FREQUENCIES, ahead, reduce, stride, last)
                 np.testing.assert_allclose(actual[b, head, :n], expected, rtol=2e-4)
             assert (actual[b, :, n:] == -np.inf).all()
 
@@ -65,9 +98,7 @@ def test_all_queries_of_a_longer_prompt_ask_block_by_block():
     spec = LayerSpec(index=0, num_layers=1, num_kv_heads=1, num_groups=2, head_dim=8, rope=Rope(8))
     for how in (("max",), ("mean",), ("max", 4), ("mean", 1, 0.5), ("max", 3, 0.7)):
         actual = score_tokens(TurnedQueries(7, *how), KVBlock(k, k, pos[:, None]), Observation(q, pos), spec)
-        expected = oracle.scores(
-            q[0, 0].astype(float), k[0, 0].astype(float), 1 / 10_000 ** (np.arange(4) / 4), 7, *how
-        )
+        expected = scores(q[0, 0].astype(float), k[0, 0].astype(float), 1 / 10_000 ** (np.arange(4) / 4), 7, *how)
         np.testing.assert_allclose(actual[0, 0], expected, rtol=1e-3, atol=1e-7)
 
 
@@ -99,6 +130,6 @@ def test_a_cache_with_gaps_is_read_from_behind_its_last_token():
         TurnedQueries(4), block, Observation(q[None, None, None].astype(np.float32), query_pos[None]), spec
     )
     frequencies = 1 / 10_000 ** (np.arange(4) / 4)
-    moved = oracle.rotate(oracle.rotate(q, -query_pos, frequencies), np.full(8, 504), frequencies)
+    moved = rotate(rotate(q, -query_pos, frequencies), np.full(8, 504), frequencies)
     p = np.exp(moved @ k.T / np.sqrt(8))
     np.testing.assert_allclose(actual[0, 0], (p / p.sum(1, keepdims=True)).max(0), rtol=1e-3)

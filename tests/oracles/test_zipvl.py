@@ -1,8 +1,12 @@
-"""ZipVL against its oracle: the tiers are ZipCache's, and the count of important tokens is found from attention."""
+"""ZipVL against its oracle: the tiers are ZipCache's, and the count of important tokens is found from attention.
+
+ZipVL's number of important tokens in NumPy, float64, from its paper (arXiv 2410.08584, version 1, section 3).
+"""
 
 from __future__ import annotations
 
 import functools
+from math import ceil, floor
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +23,23 @@ from kvjax.methods.zipvl import UnimportantTokens
 from kvjax.testing import dense_attention
 from tests.contract import layer
 from tests.oracles import zipcache
-from tests.oracles import zipvl as oracle
 from tests.oracles.eviction import attention_weights
+
+
+def num_covering_tokens(received: np.ndarray, tau: float) -> int:
+    """The fewest tokens that receive the fraction tau of the attention [n]."""
+    total, count = 0.0, 0
+    for x in sorted(received, reverse=True):
+        if total >= tau * received.sum():
+            break
+        total, count = total + x, count + 1
+    return count
+
+
+def num_important(attention: np.ndarray, probes: list[int], tau: float, least: float = 0.0, most: float = 1.0) -> int:
+    """The number of important tokens, by the probes' part of the attention [K G T T] of all prompt queries."""
+    count, n = num_covering_tokens(attention[:, :, probes].sum(2).mean((0, 1)), tau), attention.shape[3]
+    return min(max(count, floor(least * n + 1e-9)), ceil(most * n - 1e-9))
 
 
 def oracle_low_tier(batch: layer.SequenceBatch, b: int, tau: float, least: float, most: float) -> list[list[int]]:
@@ -28,7 +47,7 @@ def oracle_low_tier(batch: layer.SequenceBatch, b: int, tau: float, least: float
     n = int(batch.lengths[b])
     a = attention_weights(np.asarray(batch.q[b, :, :, :n]), np.asarray(batch.k[b, :, :n]))
     probes = zipcache.probe_queries(n, 0.3, np.asarray(draw(0, jnp.arange(n, dtype=jnp.int32)) >> 8).tolist())
-    low_tier = n - oracle.num_important(a, probes, tau, least, most)
+    low_tier = n - num_important(a, probes, tau, least, most)
     return [sorted(np.argsort(s, kind="stable")[:low_tier].tolist()) for s in zipcache.saliency(a, probes)]
 
 
@@ -75,7 +94,7 @@ def important(tau: float):
 def test_by_hand_of_six_three_and_one_tenth():
     shares = [0.1, 0.6, 0.3]
     for tau, expected in {0.5: 1, 0.85: 2, 0.95: 3}.items():
-        assert count_important(shares, tau) == oracle.num_covering_tokens(np.array(shares), tau) == expected
+        assert count_important(shares, tau) == num_covering_tokens(np.array(shares), tau) == expected
     assert count_important([0.25] * 4, 0.85) == 4 and count_important([1.0], 0.95) == 1
 
 
