@@ -1,4 +1,4 @@
-"""The driver: runs scripts, keeps what they print, goes on after a failure, writes the summary between its marks."""
+"""The driver: runs scripts, keeps what they print, goes on after a failure, sums up."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import sys
 import pytest
 
 from experiments import all as driver
-from kvjax import KvjaxError
 
 MACHINE = {"processor": "P", "cores": 2, "device": "cpu", "jax": "1", "load": 3.5, "load_before": 1.5}
 
@@ -41,9 +40,6 @@ def collection(results, *entries: Fake) -> driver.Collection:
     return driver.Collection("python -m all", entries, results, "mark")
 
 
-BEGIN, END = "<!-- mark -->", "<!-- /mark -->"
-
-
 def test_results_are_kept_and_a_failure_stops_nothing(tmp_path, capsys):
     entries = [fake("a", 1), fake("b", line=FAILS), fake("c", line="print('no document')"), fake("d", 4)]
     failures = driver.run_all(entries, tmp_path / "new")
@@ -67,44 +63,6 @@ def test_the_summary_names_every_script(tmp_path):
     assert "| not run |" in rows[3] and "cannot be summed up (KeyError" in rows[4]
     assert "P, 2 cores, cpu, JAX 1; load average 1.5 to 3.5" in text
     assert "Nothing was run yet." in driver.summary_section(collection(tmp_path / "none", never), {})
-
-
-def test_only_what_is_between_the_marks_changes(tmp_path):
-    readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    for _ in range(2):
-        driver.rewrite_section(readme, "new", "mark")
-    assert readme.read_text() == f"before\n{BEGIN}\nnew\n{END}\nafter\n"
-    readme.write_text(f"{END} {BEGIN}")
-    with pytest.raises(KvjaxError, match="each once: the summary goes between them"):
-        driver.rewrite_section(readme, "new", "mark")
-
-
-def test_names_are_checked(capsys):
-    assert [e.name for e in driver.select_entries("streaming, kcache_table1")] == ["kcache_table1", "streaming"]
-    with pytest.raises(KvjaxError, match="no script .'kcache_table9'.; use kcache_table1, "):
-        driver.select_entries("kcache_table9")
-    assert driver.main(["--list"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == len(driver.ENTRIES)
-    assert driver.main(["--list", "--real"]) == 0
-    listed = capsys.readouterr().out.splitlines()
-    assert len(listed) == len(driver.ON_A_REAL_MODEL) and all("smollm2-135m" in line for line in listed)
-
-
-def test_parts_divide_the_scripts_and_leave_the_summary(capsys, monkeypatch):
-    monkeypatch.setattr(driver, "rewrite_section", None)
-    ran = []
-    monkeypatch.setattr(driver, "run_one", lambda entry, results: ran.append(entry.name))
-    for number in (1, 2, 3):
-        assert driver.main(["--part", f"{number}/3"]) == 0
-    assert f"part 3 of 3 is done; when all are: {driver.SMALL_FORMS.command} --summary" in capsys.readouterr().err
-    assert sorted(ran) == sorted(e.name for e in driver.ENTRIES) and ran[1] == driver.ENTRIES[3].name
-    for wrong, says in (
-        (["--part", "4/3"], "there is no part 4/3"),
-        (["--part", "1/3", "--summary"], "without --part"),
-    ):
-        with pytest.raises(KvjaxError, match=says):
-            driver.main(wrong)
 
 
 class Parsed(Exception):

@@ -10,7 +10,6 @@ import pytest
 import kvjax
 from docs.generate import equal_bytes as equal_bytes_page
 from experiments import equal_bytes, equal_bytes_table, quality_against_bytes
-from kvjax import KvjaxError
 
 SMALL = """
 [[family]]
@@ -60,22 +59,6 @@ def test_a_run_is_summed_up_and_gone_on_with(run, directory, tmp_path):
     assert {seed: len(values) for seed, values in later.items()} == {"0": 2, "1": 2}
 
 
-def test_a_sum_is_kept_where_its_records_are_gone(run, tmp_path):
-    whole = run()["scores"]
-    (tmp_path / "runs").rename(tmp_path / "elsewhere")
-    partial_run = run("--families", "tokens", "--seeds", "0,1")["scores"]
-    assert partial_run == whole  # a part writes no sum
-    assert run("--sum", "--keep")["scores"] == whole
-    results = json.loads((tmp_path / "results.json").read_text())
-    results["scores"] = {"full": whole["full"], "int8": whole["int8"]}
-    (tmp_path / "results.json").write_text(json.dumps(results))
-    added = run("--sum", "--keep")["scores"]
-    assert set(added) == {"full", "int8", *(m for m in whole if m.startswith("sinks"))}
-    assert added == {method: whole[method] for method in added}
-    with pytest.raises(KvjaxError, match=r"has seeds \[0, 1\], not \[0\]; leave out --keep"):
-        run("--sum", "--keep", "--seeds", "0")
-
-
 def test_differences_are_taken_context_by_context(run):
     result = equal_bytes_page.Result(run())
     scores = result.document["scores"]
@@ -87,14 +70,6 @@ def test_differences_are_taken_context_by_context(run):
     mean, interval = result.difference("int8", "turns")
     assert mean == pytest.approx(np.mean(by_hand)) and interval.low < mean < interval.high
     assert "| `int8` | " in equal_bytes_page.difference_table(result, "3/4")
-
-
-def test_contexts_that_all_agree_leave_an_interval():
-    scores = {method: {"turns": {"0": [1.0] * 20}, "ppl": {"0": [0.5, 0.75]}} for method in ("full", "int8")}
-    result = equal_bytes_page.Result({"scores": scores, "tasks": ["turns", "ppl"], "points": []})
-    assert equal_bytes_page.format_score("turns", *result.score("int8", "turns")) == "100.0 (84 to 100)"
-    assert result.difference("int8", "turns")[1] == pytest.approx((-16.11, 16.11), abs=0.01)
-    assert equal_bytes_page.format_score("ppl", *result.score("full", "ppl")) == "+0.000"  # what others are above
 
 
 @pytest.mark.parametrize("settings", ["equal_bytes.toml", "real_models.toml", "readme.toml"])

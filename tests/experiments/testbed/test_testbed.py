@@ -4,12 +4,10 @@ import dataclasses
 import itertools
 from collections import Counter
 
-import jax
 import numpy as np
 import pytest
 
-from experiments.testbed import attention, batches, ngram, plot, precision, train, trainer
-from experiments.testbed.curriculum import Curriculum
+from experiments.testbed import plot, train
 from kvjax.models import Config, checkpoint
 from kvjax.testbed import corpus, tasks, vocab
 
@@ -90,81 +88,6 @@ def test_the_split_is_that_of_the_shipped_model():
     ]
 
 
-def toy_corpus() -> corpus.Corpus:
-    return corpus.Corpus(("toy",), np.random.default_rng(5).integers(97, 101, 4000).astype(np.uint16))
-
-
-@pytest.mark.parametrize("length", [32, 256])
-def test_batches_are_a_function_of_their_generator(length):
-    def make_one(seed: int) -> batches.Batch:
-        mixture = dict.fromkeys(batches.KINDS, 1)
-        return batches.make(np.random.default_rng(seed), 24, length, mixture, 4 * length, toy_corpus())
-
-    a, b = make_one(3), make_one(3)
-    for x, y in zip(dataclasses.astuple(a), dataclasses.astuple(b), strict=True):
-        assert np.array_equal(x, y)
-    assert not np.array_equal(a.tokens, make_one(4).tokens)
-    assert len(set(a.kind)) == len(batches.KINDS)
-    assert np.allclose(a.weight.sum(1), 1, atol=1e-5) and (a.weight[:, 0] == 0).all()
-    assert (np.diff(a.pos) >= 1).all() and a.pos.max() < 4 * length and a.pos.max() >= length
-    assert a.tokens.min() >= 0 and a.tokens.max() < vocab.SIZE
-
-
-def test_repeats_weigh_only_what_the_past_determines():
-    for seed in range(8):
-        tokens, target = batches.make_repeats(np.random.default_rng(seed), 128)
-        first = int(np.argmax(target))
-        period = next(
-            p for p in range(1, first + 1) if np.array_equal(tokens[first:], tokens[first - p : len(tokens) - p])
-        )
-        assert target[first:].all() and 8 <= period <= 64
-
-
-def dense_attention(q, k, v):
-    """Softmax attention with an explicit mask, in NumPy."""
-    s = np.einsum("bkgth,bksh->bkgts", q, k) / np.sqrt(q.shape[-1])
-    s = np.where(np.tril(np.ones(s.shape[-2:], bool)), s, -np.inf)
-    p = np.exp(s - s.max(-1, keepdims=True))
-    return np.einsum("bkgts,bksh->bkgth", p / p.sum(-1, keepdims=True), v)
-
-
-def test_blocked_attention_is_exact():
-    rng = np.random.default_rng(0)
-    q, k, v = rng.normal(size=(2, 2, 3, 21, 4)), rng.normal(size=(2, 2, 21, 4)), rng.normal(size=(2, 2, 21, 4))
-    out = attention.causal(*(x.astype(np.float32) for x in (q, k, v)), block=8)
-    np.testing.assert_allclose(out, dense_attention(q, k, v), atol=1e-5)
-
-
-def test_mixed_precision_gradients():
-    rng = np.random.default_rng(0)
-    x, y, g = rng.normal(size=(5, 7)), rng.normal(size=(7, 3)), rng.normal(size=(5, 3))
-    x, y, g = (np.asarray(a.astype("bfloat16"), np.float32) for a in map(jax.numpy.asarray, (x, y, g)))
-    out, pull = jax.vjp(lambda x, y: precision.einsum("ti,io->to", x, y), x, y)
-    for value, expected in zip((out, *pull(g)), (x @ y, g @ y.T, x.T @ g), strict=True):
-        np.testing.assert_allclose(value, expected, atol=1e-5)
-
-
-def toy_run() -> trainer.Run:
-    config = Config.llama(vocab.SIZE, 16, 2, 2, 1, 8, 16, max_positions=64, tie_embeddings=True)
-    curriculum = Curriculum(((32, 4), (64, 2)), bar=0.0, stay=2)
-    return trainer.Run(trainer.Recipe(config, curriculum, seed=7, steps=8, warmup=2), toy_corpus())
-
-
-def test_a_resumed_run_equals_an_unbroken_one(tmp_path):
-    whole, first = toy_run(), toy_run()
-    records = [whole.step() for _ in range(6)]
-    assert Counter(r["length"] for r in records)[64] and all(np.isfinite(r.get("loss/recall", 0)) for r in records)
-    begun = [first.step() for _ in range(3)]
-    with trainer.open_manager(tmp_path) as manager:
-        assert not toy_run().restore(manager)
-        first.save(manager)
-        second = toy_run()
-        assert second.restore(manager)
-    assert begun + [second.step() for _ in range(3)] == records
-    assert second.progress == whole.progress
-    jax.tree.map(np.testing.assert_array_equal, second.params, whole.params)
-
-
 def test_training_exports_a_model_that_loads(tmp_path, monkeypatch):
     tiny = Config.llama(vocab.SIZE, 8, 1, 2, 1, 4, 8, tie_embeddings=True)
     monkeypatch.setattr(train, "MODEL", tiny)
@@ -175,29 +98,3 @@ def test_training_exports_a_model_that_loads(tmp_path, monkeypatch):
     assert config == dataclasses.replace(tiny, max_positions=32) and params["embedding"].shape == (vocab.SIZE, 8)
     assert (tmp_path / "model" / "tokenizer.json").is_file() and (tmp_path / "curve.png").stat().st_size > 1000
     assert [r["step"] for r in plot.read_log(tmp_path / "log.jsonl")] == [0, 1, 2]
-
-
-def test_kneser_ney_counts_contexts_not_occurrences():
-    """Chen & Goodman (1999), equation 26, written out for a bigram model of a small text."""
-    text = np.array([1, 2, 1, 2, 1, 2, 1, 3, 4, 3, 5, 3, 1, 1, 2, 2])
-    model = ngram.KneserNey.fit(text, 2)
-    bigrams = Counter(itertools.pairwise(text.tolist()))
-    left = Counter(b for _, b in bigrams)
-
-    def after(h):
-        return {b: n for (a, b), n in bigrams.items() if a == h}
-
-    def rates(counts):
-        n1, n2, n3, n4 = (max(1, list(counts.values()).count(c)) for c in (1, 2, 3, 4))
-        y = n1 / (n1 + 2 * n2)
-        discounts = [1 - 2 * y * n2 / n1, 2 - 3 * y * n3 / n2, 3 - 4 * y * n4 / n3]
-        return [0, *(min(max(discount, 0), i) for i, discount in enumerate(discounts, 1))]
-
-    def level(w, counts, rate, lower):
-        count = counts.get(w, 0)
-        left_over = sum(rate[min(c, 3)] for c in counts.values())
-        return (count - rate[min(count, 3)] + left_over * lower) / sum(counts.values())
-
-    for h, w in [(1, 2), (1, 3), (2, 2), (3, 5), (3, 9)]:
-        unigram = level(w, left, rates(left), 1 / (vocab.END + 1))
-        assert model.probabilities(np.array([h, w]))[-1] == pytest.approx(level(w, after(h), rates(bigrams), unigram))
