@@ -40,24 +40,24 @@ RESULTS, README = ROOT / "experiments" / "results", ROOT / "experiments" / "READ
 class Entry:
     """One script of experiments/papers."""
 
-    module: str  # within experiments.papers
+    module: str  # within experiments.papers, and the table where the module has several
     reproduces: str
     arguments: str  # of the small form; {out} stands for the folder of its plots
 
     @property
     def name(self) -> str:
         """Name of the script in --only, in the summary and in results/."""
-        return self.module.replace(".", "_")
+        return self.module.replace(".tables ", ".").replace(".", "_")
 
     def command(self, out: Path) -> list[str]:
         """The command line that runs the script."""
-        words = (w.replace("{out}", os.path.relpath(out, ROOT)) for w in self.arguments.split())
-        return [sys.executable, "-m", f"experiments.papers.{self.module}", *words]
+        text = f"experiments.papers.{self.module} {self.arguments}".replace("{out}", os.path.relpath(out, ROOT))
+        return [sys.executable, "-m", *text.split()]
 
     def in_brief(self, results: Any) -> tuple[str, str, str]:
         """(ours, the paper's, the difference), as the script summarizes its results."""
         # Imported only when a document is summed up: --list and a failing script do not load the others.
-        return importlib.import_module(f"experiments.papers.{self.module}").in_brief(results)
+        return importlib.import_module(f"experiments.papers.{self.module.split()[0]}").in_brief(results)
 
 
 # Options of the scripts on quantized and offloaded caches (ASKED) and on eviction (EVICTED).
@@ -79,12 +79,12 @@ ENTRIES = (
     Entry("specache.figure4", "SpeCache, Figure 4", "--contexts 2 --depths 5 --batch 10 --out {out}"),
     Entry("specache.figure5", "SpeCache, Figure 5", f"{ASKED} --topk 0,8,32,128 --tasks variables"),
     Entry("specache.appendix", "SpeCache, appendix C", "--length 1024 --contexts 8 --ratios 8"),
-    Entry("kvcrush.table2", "KVCrush, Table II", f"{EVICTED} --anchors random,mean,alternate"),
-    Entry("kvcrush.table3", "KVCrush, Table III", EVICTED),
-    Entry("kvcrush.figure5", "KVCrush, Figure 5", f"{EVICTED} --shares 0.25,0.5,0.75"),
+    Entry("kvcrush.tables table2", "KVCrush, Table II", f"{EVICTED} --anchors random,mean,alternate"),
+    Entry("kvcrush.tables table3", "KVCrush, Table III", EVICTED),
+    Entry("kvcrush.tables figure5", "KVCrush, Figure 5", f"{EVICTED} --shares 0.25,0.5,0.75"),
     Entry("kvcrush.figure6", "KVCrush, Figure 6", "--no-accuracy --shapes small --repeats 3"),
-    Entry("kvcrush.figure7", "KVCrush, Figure 7", f"{EVICTED} --units token"),
-    Entry("kvcrush.figure8", "KVCrush, Figure 8", f"{EVICTED} --pages 8,16"),
+    Entry("kvcrush.tables figure7", "KVCrush, Figure 7", f"{EVICTED} --units token"),
+    Entry("kvcrush.tables figure8", "KVCrush, Figure 8", f"{EVICTED} --pages 8,16"),
     Entry("eviction_curves", "recall against budget", f"{EVICTED} --budgets 64,128,256 --tasks phrases,variables"),
     Entry("streaming", "StreamingLLM, Figure 5", "--out {out}"),
 )
@@ -102,13 +102,13 @@ ON_A_REAL_MODEL = (
     Entry("specache.figure2", "SpeCache, Figure 2", REAL),
     Entry("specache.figure4", "SpeCache, Figure 4", f"{REAL} --lengths 512,1024 --depths 4 --contexts 2"),
     Entry("specache.figure5", "SpeCache, Figure 5", f"{REAL_ASKED} --topk 0,16,64,128"),
-    Entry("kvcrush.table2", "KVCrush, Table II", f"{REAL_ASKED} --anchors random,mean,alternate"),
+    Entry("kvcrush.tables table2", "KVCrush, Table II", f"{REAL_ASKED} --anchors random,mean,alternate"),
     # The window is longer than the usual 8 tokens: a question ends with the template and the answer's first words, and
     # its own key would lie outside.
-    Entry("kvcrush.table3", "KVCrush, Table III", f"{REAL_ASKED} --window 32"),
-    Entry("kvcrush.figure5", "KVCrush, Figure 5", f"{REAL_ASKED} --shares 0.25,0.5,0.75"),
-    Entry("kvcrush.figure7", "KVCrush, Figure 7", f"{REAL_ASKED} --window 32"),
-    Entry("kvcrush.figure8", "KVCrush, Figure 8", f"{REAL_ASKED} --pages 8,16"),
+    Entry("kvcrush.tables table3", "KVCrush, Table III", f"{REAL_ASKED} --window 32"),
+    Entry("kvcrush.tables figure5", "KVCrush, Figure 5", f"{REAL_ASKED} --shares 0.25,0.5,0.75"),
+    Entry("kvcrush.tables figure7", "KVCrush, Figure 7", f"{REAL_ASKED} --window 32"),
+    Entry("kvcrush.tables figure8", "KVCrush, Figure 8", f"{REAL_ASKED} --pages 8,16"),
     Entry("eviction_curves", "recall against budget", f"{REAL_ASKED} --budgets 64,128,256,512"),
 )
 SWEEPS = ("specache_figure4", "specache_appendix")

@@ -207,6 +207,11 @@ def mean_accuracy(record: Mapping[str, Any]) -> float:
     return 100 * float(np.mean(right))
 
 
+def brief(ours: Callable[[Any], str], paper: str, difference: str) -> Callable[[Any], tuple[str, str, str]]:
+    """Makes a script's `in_brief`, its line in experiments/README.md: (ours, the paper's, the difference)."""
+    return lambda results: (ours(results), paper, difference)
+
+
 def summarize_accuracy(records: Iterable[Mapping[str, Any]]) -> str:
     """One line with the mean accuracy of each method."""
     return "; ".join(f"{r['method']} {mean_accuracy(r):.1f}%" for r in records)

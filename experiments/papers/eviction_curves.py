@@ -23,8 +23,8 @@ from experiments.papers.eviction import WHEN, Measurements, eviction_parser, mea
 from experiments.papers.eviction_tables import (
     NAMES,
     Line,
+    describe_scores,
     make_panels,
-    mean_score,
     report_lines,
     save_panels,
     signature_note,
@@ -172,27 +172,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     report_lines("eviction_curves", before, args, found, every_table, notes, lines=every_line, more={"drop": drops})
 
 
-def in_brief(results: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Summarizes the results for experiments/README.md: (ours, the paper's, the difference)."""
-    budget = max(int(line["label"].split()[-1]) for line in results["lines"])
-    last = [x for x in results["lines"] if int(x["label"].split()[-1]) == budget]
+def describe_largest(results: Mapping[str, Any]) -> str:
+    """The scores at the largest budget in one sentence."""
+    budget = max((line["label"].split()[-1] for line in results["lines"]), key=int)
+    return describe_scores(results | {"lines": [x for x in results["lines"] if x["label"].split()[-1] == budget]})
 
-    def score(x, when) -> str:
-        return f"{mean_score(results, x['method'], when):.0f}"
 
-    scores = [f"{x['label']} {score(x, 'first')}/{score(x, 'later')}" for x in last]
-    losses = {x["label"].split()[0]: results["drop"].get(x["method"], (float("nan"),))[0] for x in last}
-    evict, keep = ([v for k, v in losses.items() if (k in OFFLOAD) == side] for side in (False, True))
-
-    def mean(x) -> str:
-        return f"{100 * np.mean(x):+.1f}" if x else "not measured"
-
-    return (
-        f"first/later questions at {budget}: " + ", ".join(scores),
-        "no such figure",
-        f"Points lost from the first to later questions: eviction {mean(evict)}, offload {mean(keep)}.",
-    )
-
+in_brief = common.brief(describe_largest, "no such figure", "Evicted tokens are missing for later questions.")
 
 if __name__ == "__main__":
     common.run_script(main)

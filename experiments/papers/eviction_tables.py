@@ -121,19 +121,28 @@ def mean_score(results: Mapping[str, Any], method: str, when: str = "first") -> 
     return float(np.mean(found)) if found else float("nan")
 
 
-def gain_points(line: Mapping[str, Any], when: str = "first") -> tuple[float, float]:
-    """Gain of a line over its base, and its standard error, in points."""
-    mean, error = line["gains"].get(when, {"right": (float("nan"),) * 2})["right"]
-    return 100 * mean, 100 * error
-
-
-def describe_gains(lines: Sequence[Mapping[str, Any]], when: str = "first") -> str:
-    """Counts the lines that gain, that gain clearly (two standard errors), and that lose clearly."""
+def describe_gains(results: Mapping[str, Any]) -> str:
+    """Counts the lines with KVCrush that gain over their base, that gain clearly, and that lose clearly."""
     # Two standard errors of paired differences, without a correction for many pairs: some pass by chance.
-    found = [gain_points(line, when) for line in lines]
-    up, clear = (sum(m > k * s for m, s in found) for k in (0, 2))
-    down = sum(m < -2 * s for m, s in found)
-    return f"{up} of {len(found)} pairs gain, {clear} clearly (two standard errors); {down} lose clearly"
+    gains = [
+        x["gains"]["first"]["right"] for x in results["lines"] if "kvcrush" in x["method"] and "first" in x["gains"]
+    ]
+    up, clear = (sum(mean > k * error for mean, error in gains) for k in (0, 2))
+    down = sum(mean < -2 * error for mean, error in gains)
+    return f"{up} of {len(gains)} pairs gain, {clear} clearly (two standard errors); {down} lose clearly"
+
+
+def describe_scores(results: Mapping[str, Any]) -> str:
+    """The scores of all lines in one sentence, and the gains of KVCrush where it was measured."""
+    asked = {o["when"] for o in results["outcomes"]}
+    whens = [when for when in WHEN[:2] if when in asked] or ["text"]
+    scores = []
+    for line in results["lines"]:
+        cells = (f"{mean_score(results, line['method'], when):{'.3f' if when == 'text' else '.0f'}}" for when in whens)
+        scores.append(f"{line['label'].strip()} {'/'.join(cells)}")
+    text = f"{'/'.join(whens)} questions: " if whens != ["text"] else "text, nats per token: "
+    crushed = any("kvcrush" in line["method"] for line in results["lines"])
+    return text + ", ".join(scores) + (f"; KVCrush: {describe_gains(results)}" if crushed else "")
 
 
 def signature_note(model: Model) -> str:

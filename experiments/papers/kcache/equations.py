@@ -214,17 +214,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     measuring.report("kcache_equations", before, tables, notes, results)
 
 
-def in_brief(results: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Summarizes the results for experiments/README.md: (ours, the paper's, the difference)."""
-    ratio = {r["equation"]: r["ratio"] for r in results["break_even"]}
-    four, printed, bytes_, _ = ratio.values()
+def describe(results: Mapping[str, Any]) -> str:
+    """The break-even by each equation."""
+    four, printed, bytes_, _ = (r["ratio"] for r in results["break_even"])
     kind = "this machine" if results["measured"] else "the A100"
-    return (
-        f"break-even s/N on {kind}: {four:.1f} by (4), {bytes_:.1f} by (3) in bytes, {printed:.1f} by (3) as printed",
-        f"s/N > {PAPER['s/N']} on an A100",
-        "Equation 4 follows from 3 only if the fetched numbers count 2 bytes each; as printed, 3 needs half of that.",
-    )
+    return f"break-even s/N on {kind}: {four:.1f} by (4), {bytes_:.1f} by (3) in bytes, {printed:.1f} by (3) as printed"
 
+
+in_brief = common.brief(
+    describe,
+    f"s/N > {PAPER['s/N']} on an A100",
+    "Equation 4 follows from 3 only if the fetched numbers count 2 bytes each; as printed, 3 needs half of that.",
+)
 
 if __name__ == "__main__":
     common.run_script(main)

@@ -210,22 +210,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     report("kcache_table1", before, tables, notes, {**about, "parts": found})
 
 
-def in_brief(results: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Summarizes the results for experiments/README.md: (ours, the paper's, the difference)."""
+KEYS = {"QKV": ("MHA", "Q,"), "S": ("MHA", "S "), "A": ("MHA", "A "), "A~": ("KCache", "A~")}
+
+
+def describe(results: Mapping[str, Any]) -> str:
+    """The intensity of four parts, exactly and by XLA's count."""
     by = {(r["method"], r["part"][:2]): r for r in results["parts"]}
+    found = (f"{name} {by[x]['exact']['intensity']:.2f}, {by[x]['xla']['intensity']:.2f}" for name, x in KEYS.items())
+    return f"FLOP per byte in {results['dtype']}, exact and by XLA: {'; '.join(found)}"
 
-    def ours(key) -> str:
-        return f"{by[key]['exact']['intensity']:.2f} exact, {by[key]['xla']['intensity']:.2f} XLA"
 
-    keys = {"QKV": ("MHA", "Q,"), "S": ("MHA", "S "), "A": ("MHA", "A "), "A~": ("KCache", "A~")}
-    flops = max(abs(r["xla"]["flops"] / r["exact"]["flops"] - 1) for r in results["parts"])
-    return (
-        f"FLOP per byte in {results['dtype']}: " + "; ".join(f"{name} {ours(key)}" for name, key in keys.items()),
-        "in 16 bits: " + "; ".join(f"{name} {by[key]['printed_intensity']:.2f}" for name, key in keys.items()),
-        f"XLA counts the same operations (within {flops:.2%}) and more bytes: scores between its loops, and in A~ all "
-        "of V, since it charges a gather for its whole operand. Numbers of 4 bytes halve an intensity.",
-    )
-
+in_brief = common.brief(
+    describe,
+    "the same formulas, in 16 bits",
+    "XLA counts the same operations and more bytes: scores between its loops, and in A~ all of V, since it charges a "
+    "gather for its whole operand. Numbers of 4 bytes halve an intensity.",
+)
 
 if __name__ == "__main__":
     common.run_script(main)

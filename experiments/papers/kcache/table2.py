@@ -85,28 +85,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     report("kcache_table2", before, [table(title, columns, rows)], notes, results)
 
 
-def in_brief(results: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Summarizes the results for experiments/README.md: (ours, the paper's, the difference)."""
-    full, *others = results["lines"]
-    least, most = min(r["key"][0] for r in others), max(r["key"][0] for r in others)
-    at = {tuple(r["key"]): r for r in others}
-    first, last = at[least, min(k[1] for k in at)], at[most, max(k[1] for k in at)]
+def describe(results: Mapping[str, Any]) -> str:
+    """The accuracy of each setting, and how often it predicts what `full` does."""
+    lines = (f"{x['method']} {common.mean_accuracy(x):.1f}% ({x['agreement']:.1%} as full)" for x in results["lines"])
+    return "; ".join(lines)
 
-    def describe(r) -> str:
-        agree = f" ({r['agreement']:.1%} predict as full)" if r["tasks"] else ""
-        return "N={} L={} {:.1f}%".format(*r["key"], common.mean_accuracy(r)) + agree
 
-    gain = common.mean_accuracy(first) < common.mean_accuracy(last)
-    why = "as in the paper" if gain else "our answers need few values of few layers"
-    error = 100 * sum(task["error"] for task in full["tasks"].values())  # generous: errors of tasks add up
-    near = common.mean_accuracy(last) >= common.mean_accuracy(full) - error
-    return (
-        f"full {common.mean_accuracy(full):.1f}%; {describe(first)}; {describe(last)}",
-        "LLaMA2-7B GSM8K: full 15.1; N=32 L=0 5.5; N=32 L=3 14.3; N=128 L=0 8.5; N=128 L=3 15.1",
-        f"The largest N with device layers is {'near' if near else 'below'} full, near it in the paper; the smallest "
-        f"N on no device layer loses {'more' if gain else 'no more'}: {why}.",
-    )
-
+in_brief = common.brief(
+    describe,
+    "LLaMA2-7B GSM8K: full 15.1; N=32 L=0 5.5; N=32 L=3 14.3; N=128 L=0 8.5; N=128 L=3 15.1",
+    "Other tasks, whose answers need few values; with the largest N and device layers the paper is near full.",
+)
 
 if __name__ == "__main__":
     common.run_script(main)

@@ -123,19 +123,17 @@ def paper_rows() -> list[tuple[str, ...]]:
     return [*rows, ("mean of subjects", *totals, f"{means[1] - means[0]:+.2f}")]
 
 
-def in_brief(results: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Summarizes the results for experiments/README.md: (ours, the paper's, the difference)."""
-    found, known = results["difference"], results["difference"].get("ours")
-    ours = "no tasks: text only"
-    if known:
-        ours = f"{describe_difference(known)} over {len(results['lines'][0]['tasks'])} tasks"
-    small = "within" if known and abs(known["mean"]) <= 2 * known["error"] else "not within"
-    return (
-        ours,
-        f"{describe_difference(found['paper'])} over {len(PAPER)} subjects",
-        f"The paper's gain is within one standard error of its subjects' differences; ours is {small} two of its own.",
-    )
+def describe(results: Mapping[str, Any]) -> str:
+    """The difference over our tasks."""
+    ours = results["difference"].get("ours")
+    return f"{describe_difference(ours)} over {len(results['lines'][0]['tasks'])} tasks" if ours else "text only"
 
+
+in_brief = common.brief(
+    describe,
+    f"{describe_difference(difference(list(PAPER.values())))} over {len(PAPER)} subjects",
+    "The paper's gain is within one standard error of its subjects' differences.",
+)
 
 if __name__ == "__main__":
     common.run_script(main)

@@ -133,19 +133,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     report("kvcrush_figure6", before, tables, notes, {**accuracy, "latency": records})
 
 
-def in_brief(results: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Summarizes the results for experiments/README.md: (ours, the paper's, the difference)."""
+def describe(results: Mapping[str, Any]) -> str:
+    """The overhead of both kinds on the last shape."""
     record = results["latency"][-1]
     added = {kind: max(o["added"] for m, o in record["overhead"].items() if kind in m) for kind in PAPER}
-    return (
-        f"{record['shape']}, by the added time: " + ", ".join(f"{kind} {x:+.2%}" for kind, x in added.items()),
-        ", ".join(f"{kind} {said}" for kind, said in PAPER.items()),
-        "KVCrush is the cheaper of the two here too; ours clusters once after the prompt, so k-means costs less than "
-        "in the paper, which does not state the place and the kind of its k-means."
-        if added["kvcrush"] < added["kmeans"]
-        else "KVCrush is not the cheaper of the two here: both are small against the run.",
-    )
+    return f"{record['shape']}, by the added time: " + ", ".join(f"{kind} {x:+.2%}" for kind, x in added.items())
 
+
+in_brief = common.brief(
+    describe,
+    ", ".join(f"{kind} {said}" for kind, said in PAPER.items()),
+    "Ours clusters once after the prompt; the paper does not state the place and the kind of its k-means.",
+)
 
 if __name__ == "__main__":
     common.run_script(main)

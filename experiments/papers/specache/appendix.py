@@ -148,24 +148,18 @@ def _run(args: argparse.Namespace, workers: RayWorkers | None) -> None:
     report("specache_appendix", before, tables, notes, {"methods": labels, "longbench": real, "scores": found})
 
 
-def in_brief(results: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Summarizes the results for experiments/README.md: (ours, the paper's, the difference)."""
+def describe(results: Mapping[str, Any]) -> str:
+    """Each method's average over the tasks."""
     average = {label: mean(x.values()) for label, x in results["scores"].items()}
-    theirs = paper_scores("LLaMA-3-8B")
-    # Only the order is compared: scores of other tasks and another model have no common scale.
-    both = [label for label in average if label in theirs]
-    our_order = sorted(both, key=lambda label: average[label], reverse=True)
-    their_order = sorted(both, key=lambda label: theirs[label]["average"], reverse=True)
     where = "LongBench" if results["longbench"] else f"{len(next(iter(results['scores'].values())))} stand-in tasks"
-    order = "the paper's order"
-    if our_order != their_order:
-        order = f"{' > '.join(our_order)}, the paper's {' > '.join(their_order)}"
-    return (
-        f"{where}: " + ", ".join(f"{label} {x:.1f}" for label, x in average.items()),
-        "LLaMA-3-8B: " + ", ".join(f"{label} {theirs[label]['average']:.1f}" for label in both),
-        f"{'The same tasks' if results['longbench'] else 'Averages of other tasks'}, another model; order: {order}.",
-    )
+    return f"{where}: " + ", ".join(f"{label} {x:.1f}" for label, x in average.items())
 
+
+in_brief = common.brief(
+    describe,
+    "LLaMA-3-8B: " + ", ".join(f"{label} {x['average']:.1f}" for label, x in paper_scores("LLaMA-3-8B").items()),
+    "Another model, and other tasks where LongBench's files are not given.",
+)
 
 if __name__ == "__main__":
     common.run_script(main)

@@ -259,19 +259,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     measuring.report("specache_figure2", before, tables(args, rates, moved), notes, {"hits": rates, "moves": moved})
 
 
-def in_brief(results: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Summarizes the results for experiments/README.md: (ours, the paper's, the difference)."""
+def describe(results: Mapping[str, Any]) -> str:
+    """The smallest share of the keys that holds nine tenths of the attention, and the cost of scattered rows."""
     text, moved = results["hits"]["text"], results["moves"][-1]
     first = next((r for r in text if r["topk"] >= 0.9), text[-1])
     slow = moved["scattered"]["median"] / moved["run"]["median"]
-    return (
-        f"text: {first['percent']:g}% of the keys hold {first['topk']:.0%}, greedy eviction keeps "
-        f"{first['greedy']:.0%}; scattered rows {slow:.1f}x a run",
-        "0.5% of the keys hold 90%, greedy far less; scattered rows about 5x a run",
-        "Top-k captures more than greedy eviction, as in the paper; our contexts are shorter, so a percentage "
-        "is fewer keys, and copies cross no bus.",
-    )
+    kept = f"{first['percent']:g}% of the keys hold {first['topk']:.0%}, greedy eviction keeps {first['greedy']:.0%}"
+    return f"text: {kept}; scattered rows {slow:.1f}x a run"
 
+
+in_brief = common.brief(
+    describe,
+    "0.5% of the keys hold 90%, greedy far less; scattered rows about 5x a run",
+    "Our contexts are shorter, so a percentage is fewer keys, and copies cross no bus.",
+)
 
 if __name__ == "__main__":
     common.run_script(main)

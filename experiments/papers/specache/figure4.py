@@ -37,7 +37,7 @@ from kvjax.eval.run.evaluate import evaluate
 from kvjax.eval.run.ray_workers import RayWorkers
 from kvjax.eval.tasks import suite
 from kvjax.eval.tasks.case import Spec
-from kvjax.registry.strings import resolve, split_methods
+from kvjax.registry.strings import resolve
 
 TASK = "niah"
 METHODS = "full; kivi:bits=1,group={group}; specache:bits=1,group={group}"
@@ -149,20 +149,17 @@ def _run(args: argparse.Namespace, workers: RayWorkers | None) -> None:
     report("specache_figure4", before, [table(title, heads, rows)], notes, {"methods": methods, "cells": found})
 
 
-def in_brief(results: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Summarizes the results for experiments/README.md: (ours, the paper's, the difference)."""
+def describe(results: Mapping[str, Any]) -> str:
+    """Each method's mean over all cells, and its worst cell in brackets."""
     total = {m: method_score(results["cells"], m) for m in results["methods"]}
-    by_name = {part.name: m for m in reversed(total) for part in split_methods(m)}
-    low, back = by_name.get("kivi"), by_name.get("specache")
-    ours = "; ".join(f"{m} {format_method_score(o)}" for m, o in total.items())
-    paper = "no numbers: one bit mostly red, with SpeCache as 16 bits"
-    if low is None or back is None:
-        return ours, paper, "The paper's pair of methods was not among those measured."
-    gap = total[back]["mean"] - total[low]["mean"]
-    word = "finds more than" if gap > 0 else "finds as much as" if not gap else "finds less than"
-    why = "" if gap > 0 else ": a needle of single symbols survives one bit in this model"
-    return f"{ours} (worst cell)", paper, f"SpeCache {word} one bit alone ({100 * gap:+.1f} points){why}."
+    return "; ".join(f"{m} {format_method_score(o)}" for m, o in total.items()) + " (worst cell)"
 
+
+in_brief = common.brief(
+    describe,
+    "no numbers: one bit mostly red, with SpeCache as 16 bits",
+    "Another model, shorter contexts, and a score by the answer's words instead of GPT-4's.",
+)
 
 if __name__ == "__main__":
     common.run_script(main)

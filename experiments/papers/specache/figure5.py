@@ -8,7 +8,7 @@ python -m experiments.papers.specache.figure5 [--model DIR] [--topk 0,4,8,16,32,
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import kvjax
@@ -90,18 +90,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     report("specache_figure5", before, [table(title, heads, rows)], notes, records)
 
 
-def in_brief(results: Sequence[Mapping[str, Any]]) -> tuple[str, str, str]:
-    """Summarizes the results for experiments/README.md: (ours, the paper's, the difference)."""
-    full, *points = results
-    ours = ", ".join(f"k={r['topk']} {common.mean_accuracy(r):.1f}%" for r in points)
-    first, last = common.mean_accuracy(points[0]), common.mean_accuracy(points[-1])
-    return (
-        f"full {common.mean_accuracy(full):.1f}%; {ours}",
-        f"LLaMA-3: full {FULL[1]}; " + ", ".join(f"k={k} {p[1]}" for k, p in PAPER.items()),
-        f"{last - first:+.1f} points from the smallest to the largest k, "
-        f"{common.mean_accuracy(full) - last:.1f} below full; in the paper k = 64 is enough.",
-    )
-
+in_brief = common.brief(
+    lambda results: ", ".join(f"{x['method']} {common.mean_accuracy(x):.1f}%" for x in results),
+    f"LLaMA-3: full {FULL[1]}; " + ", ".join(f"k={k} {p[1]}" for k, p in PAPER.items()),
+    "Other tasks, another model; in the paper k = 64 is enough.",
+)
 
 if __name__ == "__main__":
     common.run_script(main)

@@ -149,24 +149,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     report("specache_table1", before, tables, notes, results)
 
 
-def in_brief(results: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Summarizes the results for experiments/README.md: (ours, the paper's, the difference)."""
-    same = sum(f"{x:.2f}" == f"{r['paper']:.2f}" for r in results["sizes"] for x in r["share"].values())
-    total = sum(len(r["share"]) for r in results["sizes"])
-    ours = f"{same} of {total} sizes to both decimals"
-    paper = "1 bit, groups of 32, LLaMA-3-8B: full 42.7, kivi 26.7, specache 41.8"
-    quality = results.get("quality")
-    if not quality:
-        return ours, paper, "Sizes are those of the paper's models; quality was left out."
-    low, back = ([common.mean_accuracy(r) for r in quality if r["method"].startswith(m)] for m in ("kivi", "specache"))
-    ahead = sum(b > a for a, b in zip(low, back, strict=True))
-    return (
-        f"{ours}; {common.summarize_accuracy(quality)}",
-        paper,
-        f"SpeCache is ahead of KIVI in {ahead} of {len(low)} settings on this model's tasks, in the paper in all"
-        + ("." if ahead == len(low) else ": where low bits lose nothing, there is nothing to bring back."),
-    )
+def describe(results: Mapping[str, Any]) -> str:
+    """The sizes that are the paper's, and the accuracy of each method."""
+    same = [f"{x:.2f}" == f"{r['paper']:.2f}" for r in results["sizes"] for x in r["share"].values()]
+    quality = [common.summarize_accuracy(results["quality"])] if "quality" in results else []
+    return "; ".join([f"{sum(same)} of {len(same)} sizes to both decimals", *quality])
 
+
+in_brief = common.brief(
+    describe,
+    "1 bit, groups of 32, LLaMA-3-8B: full 42.7, kivi 26.7, specache 41.8",
+    "Other tasks, another model. In the paper SpeCache is ahead of KIVI in all settings.",
+)
 
 if __name__ == "__main__":
     common.run_script(main)

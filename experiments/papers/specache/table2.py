@@ -10,16 +10,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
-
-import numpy as np
+from collections.abc import Sequence
 
 import kvjax
 from experiments.bench.measuring import machine, parse_integers
 from experiments.papers import common
 from experiments.papers.eviction import eviction_parser, measure
-from experiments.papers.eviction_tables import Line, mean_score, quality_table, report_lines
+from experiments.papers.eviction_tables import Line, describe_scores, quality_table, report_lines
 from kvjax import Method
 from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.protocol import LayerSpec, Needs
@@ -121,23 +118,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     report_lines("specache_table2", before, args, found, tables, notes, **contents)
 
 
-def in_brief(results: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Summarizes the results for experiments/README.md: (ours, the paper's, the difference)."""
-    first = {x["label"]: mean_score(results, x["method"]) for x in results["lines"]}
-    later = {x["label"]: mean_score(results, x["method"], "later") for x in results["lines"]}
-    best = max((label for label in first if label != "Full"), key=first.get)
-
-    def mean_loss(name):
-        return np.mean([first[x] - later[x] for x in first if x.startswith(name)])
-
-    names = [label for label in first if label.startswith(("Full", "SpeCache", "H2O", "StreamLLM", "InfLLM"))]
-    return (
-        "first / later questions: " + ", ".join(f"{n} {first[n]:.0f}/{later[n]:.0f}" for n in names if "," not in n),
-        "LLaMA-3-8B: " + ", ".join(f"{name} {ratio}x {p[2]}" for (name, ratio), p in PAPER.items() if ratio),
-        f"{best} is best here on first questions, SpeCache in the paper; lost from first to later questions: SpeCache "
-        f"{mean_loss('SpeCache'):+.1f}, H2O {mean_loss('H2O'):+.1f} points.",
-    )
-
+in_brief = common.brief(
+    describe_scores,
+    "LLaMA-3-8B: " + ", ".join(f"{name} {ratio}x {p[2]}" for (name, ratio), p in PAPER.items() if ratio),
+    "Averages of other tasks, another model; evicted tokens are missing for later questions, SpeCache's are not.",
+)
 
 if __name__ == "__main__":
     common.run_script(main)

@@ -153,22 +153,25 @@ def main(argv: Sequence[str] | None = None) -> None:
     report("specache_table3", before, [table(title, COLUMNS, lines)], [weights, note, NOTE], records)
 
 
-def in_brief(results: Sequence[Mapping[str, Any]]) -> tuple[str, str, str]:
-    """Summarizes the results for experiments/README.md: (ours, the paper's, the difference)."""
+def describe_gains(batches: Mapping[int, Sequence[int]]) -> str:
+    """Batches at 2 and 1 bit over those of `full`, by tokens of the context."""
+    gains = {c: [f"{x / max(full, 1):.1f}x" for x in low_bits] for c, (full, *low_bits) in batches.items()}
+    return "; ".join(f"{c:,} tokens {', '.join(gain)}" for c, gain in gains.items())
+
+
+def describe(results: Sequence[Mapping[str, Any]]) -> str:
+    """Our batches over those of `full`."""
     by = {(r["context"], r["column"]): r["batch"] for r in results}
-    ours = {c: [by[c, i] for i in range(3)] for c in PAPER if (c, 0) in by}
+    batches = {c: [by[c, i] for i in range(3)] for c in PAPER if (c, 0) in by}
+    return f"batch at 2 and 1 bit over full: {describe_gains(batches)}"
 
-    def describe(batches: Mapping[int, Sequence[int]]) -> str:
-        gains = {c: [f"{x / max(full, 1):.1f}x" for x in low_bits] for c, (full, *low_bits) in batches.items()}
-        return "; ".join(f"{c:,} tokens {', '.join(gain)}" for c, gain in gains.items())
 
-    return (
-        f"batch at 2 and 1 bit over full: {describe(ours)}",
-        describe({c: [batch for batch, _ in PAPER[c]] for c in ours}),
-        "Ours follows from bytes alone; the paper's baseline copies its cache as it grows, so its full batches are "
-        "smaller and its gains larger.",
-    )
-
+in_brief = common.brief(
+    describe,
+    describe_gains({c: [batch for batch, _ in cells] for c, cells in PAPER.items()}),
+    "Ours follows from bytes alone; the paper's baseline copies its cache as it grows, so its full batches are "
+    "smaller and its gains larger.",
+)
 
 if __name__ == "__main__":
     common.run_script(main)

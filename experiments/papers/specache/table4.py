@@ -70,13 +70,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     report("specache_table4", before, [table(title, columns, rows)], notes, records)
 
 
-def in_brief(results: Sequence[Mapping[str, Any]]) -> tuple[str, str, str]:
-    """Summarizes the results for experiments/README.md: (ours, the paper's, the difference)."""
+def describe(results: Sequence[Mapping[str, Any]]) -> str:
+    """Accuracy and milliseconds per step of each method."""
     ms = {r["method"]: 1e3 * r["seconds_per_step"]["median"] for r in results}
-    ours = "; ".join(f"{r['method']} {common.mean_accuracy(r):.1f}%, {ms[r['method']]:.1f} ms" for r in results)
-    paper = "; ".join(f"{bits} bit, speculative {str(a).lower()}: {q}, {t} ms" for (bits, a), (q, t) in PAPER.items())
-    return ours, paper, "The prediction costs a second token and hides a bus; without a bus only the cost is left."
+    return "; ".join(f"{r['method']} {common.mean_accuracy(r):.1f}%, {ms[r['method']]:.1f} ms" for r in results)
 
+
+in_brief = common.brief(
+    describe,
+    "; ".join(f"{bits} bit, speculative {str(a).lower()}: {q}, {t} ms" for (bits, a), (q, t) in PAPER.items()),
+    "The prediction costs a second token and hides a bus; without a bus only the cost is left.",
+)
 
 if __name__ == "__main__":
     common.run_script(main)

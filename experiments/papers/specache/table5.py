@@ -8,13 +8,11 @@ quarter inwards, which minimizes the error of uniformly distributed numbers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import kvjax
 from experiments.bench.measuring import machine, report, table
 from experiments.papers import common
-from kvjax.registry.strings import split_methods
 
 # Qasper, 2WikiMQA, RB-P of LLaMA-3-8B, by (method, levels); `full` is from Table 1.
 PAPER = {
@@ -42,20 +40,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     report("specache_table5", before, [table(title, columns, rows)], notes, records)
 
 
-def in_brief(results: Sequence[Mapping[str, Any]]) -> tuple[str, str, str]:
-    """Summarizes the results for experiments/README.md: (ours, the paper's, the difference)."""
-    parts = [(split_methods(r["method"])[0], r) for r in results[1:]]
-    found = {(part.name, part.values["one_bit"]): common.mean_accuracy(r) for part, r in parts}
-    low, back = found["kivi", "improved"], found["specache", "improved"]
-    levels = found["kivi", "improved"] > found["kivi", "original"]
-    return (
-        common.summarize_accuracy(results),
-        "Qasper: full 44.3; kivi 3.7 original, 23.9 improved; specache 4.1 original, 43.2 improved",
-        f"Improved levels {'help' if levels else 'do not help'}, and fetched tokens "
-        f"{'help' if back > low else 'do not help'} "
-        f"({back - low:+.1f} points): {'the order' if levels and back > low else 'not the order'} of the paper.",
-    )
-
+in_brief = common.brief(
+    common.summarize_accuracy,
+    "Qasper: full 44.3; kivi 3.7 original, 23.9 improved; specache 4.1 original, 43.2 improved",
+    "Other tasks, another model. In the paper improved levels help, and fetched tokens help more.",
+)
 
 if __name__ == "__main__":
     common.run_script(main)
