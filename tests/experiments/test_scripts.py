@@ -113,6 +113,7 @@ def test_every_script_has_a_small_form():
         "equal_bytes",
         "quality_against_bytes",
         "gemma_chat",
+        "paper_claims",
         "all",
         "run_notebooks",
     }
