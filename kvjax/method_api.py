@@ -71,7 +71,7 @@ from kvjax.core.mesh import over_heads, vary
 from kvjax.core.random import draw
 from kvjax.core.rope import Rope
 from kvjax.core.step_bytes import StepBytes
-from kvjax.core.top_k import covering_mask, mask_to_slots, top_k_mask
+from kvjax.core.top_k import covering_mask, mask_to_slots, top_k, top_k_mask
 from kvjax.core.types import Array, KVBlock, Partial, exportable, gather_tokens, pytree
 from kvjax.errors import GradientThroughBits, IncompatibleMethod, KvjaxError
 from kvjax.registry.loading import load_methods
@@ -191,6 +191,7 @@ __all__ = [
     "MASKED_LOGIT",  # the logit of a hidden token
     "memory",  # module: device and host memory
     "gather_tokens",  # takes the token vectors [B K S H] of some slots, from either memory
+    "top_k",  # the k highest entries and their indices, without a sort on a GPU
     "top_k_mask",  # marks the k highest of the allowed entries; ties go to the lower index
     "covering_mask",  # marks the fewest entries that reach a share of the sum
     "mask_to_slots",  # lists the marked slots

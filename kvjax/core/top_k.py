@@ -1,6 +1,9 @@
-"""Exact top-k and top-p as masks, and the slots that a mask selects."""
+"""Exact top-k and top-p, as indices or as masks, and the slots that a mask selects."""
 
 from __future__ import annotations
+
+import inspect
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +11,29 @@ from jaxtyping import Bool, Float, Float32, Int32
 
 from kvjax.core.mesh import vary
 from kvjax.core.types import Array
+
+# On a GPU, XLA sorts whole rows where ties must come in order: some 15 kernels a layer. Where they need not, it has a
+# selection (RAFT's, for k up to about 128 of long rows). JAX can ask for it from 0.11.2 on.
+_ANY_ORDER_OF_TIES: dict[str, Any] = (
+    {"is_stable": False} if "is_stable" in inspect.signature(jax.lax.top_k).parameters else {}
+)
+
+
+def top_k(x: Float[Array, "*rest U"], k: int) -> tuple[Float[Array, "*rest {k}"], Int32[Array, "*rest {k}"]]:
+    """Selects the k highest entries along the last axis, the highest first.
+
+    `jax.lax.top_k` gives the lower index of two equal entries; on a GPU this function may give either, and needs no
+    sort. Use `jax.lax.top_k` where the order of equal entries shows, and `top_k_mask` where k is traced.
+
+    Args:
+      x: scores, no NaN.
+      k: at most U.
+
+    Returns:
+      The entries and their indices.
+    """
+    best, index = jax.lax.top_k(x, k, **_ANY_ORDER_OF_TIES)
+    return best, index
 
 
 def top_k_mask(

@@ -82,7 +82,7 @@ class LabelChannels(kv.Index):
         q = jnp.take_along_axis(observation.q, at[:, :, None, :, None], 3).astype(jnp.float32)
         product = jnp.abs(q * block.k.astype(jnp.float32)[:, :, None])
         product = jnp.where((block.pos >= 0)[:, :, None, :, None], product, 0.0).sum(3).mean(2)
-        return self.make_labels(lax.top_k(product, self.num_channels(block))[1], block)
+        return self.make_labels(kv.top_k(product, self.num_channels(block))[1], block)
 
     def num_channels(self, block: kv.KVBlock) -> int:
         """Channels of a label; raises KvjaxError where `factor` gives no number that can be stored."""

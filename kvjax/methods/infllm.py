@@ -204,7 +204,7 @@ class BlockReader(kv.Reader):
                 kv.memory.gather_tokens(reader_state.k, place), _take_slots(state.pos, slot)
             )
             mass = jnp.take_along_axis(reader_state.mass, place[:, :, None], 3)
-            best = lax.top_k(mass, self.representatives)[1]  # [B K G r]
+            best = kv.top_k(mass, self.representatives)[1]  # [B K G r]
             key = lax.stop_gradient(jnp.take_along_axis(pre_rope[:, :, None], best[..., None], 3).mean(3))
             # Sequences differ in their numbers of blocks; a write at index N, where none is due, is dropped.
             is_due = target > num_blocks
@@ -246,7 +246,7 @@ class BlockReader(kv.Reader):
         score = score if self.per_head else kv.over_heads.sum(score)
         exists = jnp.arange(N, dtype=jnp.int32)[None, None] < reader_state.num_blocks[:, None, None]
         score = jnp.where(exists, score, -jnp.inf)
-        best, chosen = lax.top_k(score, min(self.topk, N))  # [B K|1 n]
+        best, chosen = kv.top_k(score, min(self.topk, N))  # [B K|1 n]
         slot = self._first_slot(chosen)[..., None] + jnp.arange(self.block, dtype=jnp.int32)[None, None, None]
         slot = jnp.where((best > -jnp.inf)[..., None], slot, -1).reshape(B, score.shape[1], -1)
         at = jnp.broadcast_to(jnp.maximum(slot, 0), (B, K, slot.shape[2]))

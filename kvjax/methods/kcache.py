@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any, Literal
 
 import jax.numpy as jnp
-from jax import lax
 
 from kvjax import method_api as kv
 from kvjax.cache.readers.query_blocks import logits, normalize_weights
@@ -55,7 +54,7 @@ class TopValues(kv.Reader):
                     lse, lse_others = kv.attention.log_sum_exp(m, l), kv.attention.log_sum_exp(m_others, l_others)
                     importance = importance * kv.attention.weight_share(lse, lse_others)[..., None]
                 importance = importance.sum(2, keepdims=True)
-            idx = lax.top_k(importance, n)[1]  # [B K G|1 T n]
+            idx = kv.top_k(importance, n)[1]  # [B K G|1 T n]
             values = storage.v.gather(state.v, idx.reshape(B, K, -1)).reshape(*idx.shape, -1)
             values = jnp.broadcast_to(values, (B, K, G, T, n, values.shape[-1])).astype(jnp.float32)
             heaviest = jnp.take_along_axis(p, jnp.broadcast_to(idx, (B, K, G, T, n)), -1)

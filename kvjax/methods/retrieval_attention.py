@@ -94,7 +94,7 @@ class HostSearch(kv.Reader):
                     s = storage.k.score_in_place(search_q, state.k)
                 s = rule.logits(s, state.pos, q_pos, state.bias, is_searched)
                 s = jnp.where(s > kv.MASKED_LOGIT / 2, s, -jnp.inf)
-                best, slots = lax.top_k(s, min(self.topk, S))
+                best, slots = kv.top_k(s, min(self.topk, S))
             others = kv.attend_slots(storage, state, q, q_pos, jnp.where(best > -jnp.inf, slots, -1))
             return kv.attention.combine(kv.attention.attend_dense(q, static, q_pos, rule), others)
 

@@ -6,7 +6,6 @@ import dataclasses
 from typing import Annotated
 
 import jax.numpy as jnp
-from jax import lax
 
 from kvjax import method_api as kv
 from kvjax.methods.quest import Box, Boxes
@@ -28,7 +27,7 @@ class HybridBoxes(Boxes):
         magnitude, zero = jnp.abs(q.astype(jnp.float32)), jnp.zeros((), q.dtype)
         takes_high = q.astype(jnp.float32).sum(2, keepdims=True) > 0
         H = q.shape[-1]
-        channel = lax.top_k(magnitude.mean(2), max(1, int(H * self.share)))[1]
+        channel = kv.top_k(magnitude.mean(2), max(1, int(H * self.share)))[1]
         is_read = (channel[..., None] == jnp.arange(H, dtype=jnp.int32)[None, None, None, None]).any(3)[:, :, None]
         high = kv.attention.scores(jnp.where(is_read & takes_high, q, zero), summary.high)
         low = kv.attention.scores(jnp.where(is_read & ~takes_high, q, zero), summary.low)

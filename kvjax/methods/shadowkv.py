@@ -109,7 +109,7 @@ class ShadowStore(kv.SideStore):
             logits = rule.logits(kv.attention.scores(q, landmarks), newest, q_pos)
             weight = kv.attention.softmax(logits).max(2, keepdims=True)
             num_chunks = min(self.budget // self.chunk, weight.shape[4])
-            best, chunk = lax.top_k(jnp.where(is_visible, weight, -1.0), num_chunks)
+            best, chunk = kv.top_k(jnp.where(is_visible, weight, -1.0), num_chunks)
             offset = jnp.arange(self.chunk, dtype=jnp.int32).reshape(1, 1, 1, 1, 1, -1)
             slots = jnp.where(best[..., None] >= 0, chunk[..., None] * self.chunk + offset, -1)
             return kv.attend_slots(inner, store.tokens, q, q_pos, slots.reshape(*slots.shape[:4], -1))

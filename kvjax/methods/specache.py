@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from kvjax import method_api as kv
 
@@ -162,10 +161,10 @@ class SpeculativeReader(kv.Reader):
     def _fetch(
         self, storage: kv.KVStorage, state: kv.LayerState, mass: kv.Array, candidates: kv.Array
     ) -> FetchedTokens:
-        """Fetches the topk heaviest of the first `candidates` i32[B] slots; ties go to the lower one."""
+        """Fetches the topk heaviest of the first `candidates` i32[B] slots."""
         slot = jnp.arange(mass.shape[-1], dtype=jnp.int32)[None, None]
         is_candidate = (slot < candidates[:, None, None]) & (state.pos >= 0)
-        best, idx = lax.top_k(jnp.where(is_candidate, mass, -1.0), min(self.topk, mass.shape[-1]))
+        best, idx = kv.top_k(jnp.where(is_candidate, mass, -1.0), min(self.topk, mass.shape[-1]))
         idx = jnp.where(best >= 0, idx, -1)
         at = jnp.maximum(idx, 0)
         pos = jnp.take_along_axis(jnp.broadcast_to(state.pos, mass.shape), at, 2)

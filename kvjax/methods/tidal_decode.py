@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from kvjax import method_api as kv
 from kvjax.cache.readers.query_blocks import logits
@@ -80,7 +79,7 @@ class PersistentTokens(kv.Reader):
             s = logits(storage, state, q, q_pos, keys)
             p, m, l = kv.attention.weights(s)
             earlier = state.pos[:, :, None, None] < q_pos[:, None, None, :, None]
-            best, slot = lax.top_k(jnp.where(earlier, s, kv.MASKED_LOGIT), count)
+            best, slot = kv.top_k(jnp.where(earlier, s, kv.MASKED_LOGIT), count)
             pos = jnp.broadcast_to(state.pos, (*s.shape[:2], state.pos.shape[2]))
             pos = jnp.take_along_axis(pos, slot.reshape(*s.shape[:2], -1), 2).reshape(slot.shape)
             return kv.ReadResult(

@@ -1,11 +1,26 @@
-"""Exact top-k as a mask: counts, ties and padding, and the slots of a mask."""
+"""Exact top-k: entries and indices, masks with their counts, ties and padding, and the slots of a mask."""
 
 from __future__ import annotations
 
+import inspect
+
 import jax
 import numpy as np
+import pytest
 
-from kvjax.core.top_k import mask_to_slots, top_k_mask
+from kvjax.core.top_k import mask_to_slots, top_k, top_k_mask
+
+
+def test_the_highest_entries_come_first_with_their_indices():
+    x = np.random.default_rng(0).permutation(60).reshape(3, 20).astype(np.float32)
+    best, index = jax.jit(top_k, static_argnums=1)(x, 7)
+    np.testing.assert_array_equal(index, np.argsort(-x, -1)[:, :7])
+    np.testing.assert_array_equal(best, -np.sort(-x, -1)[:, :7])
+
+
+@pytest.mark.skipif("is_stable" not in inspect.signature(jax.lax.top_k).parameters, reason="JAX >= 0.11.2 has it")
+def test_the_compiler_may_select_without_a_sort():
+    assert "is_stable=False" in str(jax.make_jaxpr(lambda x: top_k(x, 7))(np.zeros((3, 20), np.float32)))
 
 
 def test_exactly_k_entries_are_marked_and_ties_go_to_the_lower_index():

@@ -19,6 +19,7 @@ from kvjax.core.attention import MASKED_LOGIT, weights
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
 from kvjax.core.step_bytes import StepBytes
+from kvjax.core.top_k import top_k
 from kvjax.core.types import Array, KVBlock, Partial
 from kvjax.errors import IncompatibleMethod
 from kvjax.utils.abstract import abstract
@@ -207,7 +208,7 @@ class Retrieve(Reader):
         score = self.index.rescale(score, is_candidate)
         if self.per == "head":
             score = score.max(2, keepdims=True)
-        best, unit = lax.top_k(jnp.where(is_candidate, score, -jnp.inf), min(self.units, score.shape[-1]))
+        best, unit = top_k(jnp.where(is_candidate, score, -jnp.inf), min(self.units, score.shape[-1]))
         slots = unit[..., None] * size + jnp.arange(size, dtype=jnp.int32)[None, None, None, None, None]
         is_between = (slots >= self.sinks) & (slots < start[:, None, None, :, None, None])
         slots = jnp.where((best > -jnp.inf)[..., None] & is_between, slots, -1)
