@@ -14,6 +14,7 @@ from jax import lax
 
 from kvjax.core.matmul import grouped_matmul, unembed
 from kvjax.core.rope import rotate
+from kvjax.core.top_k import top_k
 from kvjax.core.types import Array
 from kvjax.models.config import Config
 from kvjax.models.kinds import LayerKind, MlpKind
@@ -206,10 +207,10 @@ class MixtureOfExperts(nn.Module):
         candidates = logits
         if experts.groups > 1:
             by_group = logits.reshape(len(x), experts.groups, -1)
-            _, best = lax.top_k(by_group.max(-1), experts.top_groups)
+            _, best = top_k(by_group.max(-1), experts.top_groups)
             is_candidate = jax.nn.one_hot(best, experts.groups).sum(1) > 0
             candidates = jnp.where(is_candidate[:, :, None], by_group, -jnp.inf).reshape(logits.shape)
-        best, chosen = lax.top_k(candidates, experts.top_k)
+        best, chosen = top_k(candidates, experts.top_k)
         if experts.normalize:
             weights = jax.nn.softmax(best, -1)
         else:
@@ -238,6 +239,11 @@ class ExpertLinear(nn.Module):
         return y
 
 
+BLOCK_TOKENS = 2048
+"""Tokens that pass a feed-forward part at a time. Its inner vectors are several times as wide as the model's, so that
+those of a long prompt, all at once, would be most of the memory that reading it takes."""
+
+
 class Layer(nn.Module):
     """Attention and a feed-forward part with residuals, and norms before or after them."""
 
@@ -252,23 +258,40 @@ class Layer(nn.Module):
     ) -> tuple[Array, Any]:
         """Computes the outputs [B Q D] of the tokens at query_indices i32[B Q], or of all; keys and values of all."""
         c, kind = self.config, self.kind
-        norm = functools.partial(RMSNorm, (c.width,), c.norm_eps, dtype=self.dtype, unit_offset=kind.unit_offset)
-
-        def before(x: Array, name: str) -> Array:
-            return x if kind.norms == "after" else norm(name=f"{name}_norm")(x)
-
-        def after(y: Array, name: str) -> Array:
-            y = y if kind.norms == "before" else norm(name=f"{name}_post_norm")(y)
-            return y if kind.residual == 1.0 else (y.astype(jnp.float32) * kind.residual).astype(y.dtype)
-
+        attention_norm, add_attention = self._norms("attention")
+        mlp_norm, add_mlp = self._norms("mlp")
         with jax.named_scope("attention"):
             attention = Attention(c, self.layer, self.dtype, kind, name="attention")
-            y, state = attention(before(x, "attention"), angles, attend, query_indices)
-            x = take_tokens(x, query_indices) + after(y, "attention")
+            y, state = attention(attention_norm(x), angles, attend, query_indices)
+            x = add_attention(take_tokens(x, query_indices), y)
         with jax.named_scope("mlp"):
             module = MLP if kind.mlp.experts is None else MixtureOfExperts
-            y = module(c.width, self.dtype, kind.mlp, name="mlp")(before(x, "mlp"))
-            return x + after(y, "mlp"), state
+            mlp = module(c.width, self.dtype, kind.mlp, name="mlp")
+            return map_token_blocks(lambda x: add_mlp(x, mlp(mlp_norm(x))), x), state
+
+    def _norms(self, part: str) -> tuple[Callable[[Array], Array], Callable[[Array, Array], Array]]:
+        """Returns what makes the input of a part of the layer, and what adds its output to the hidden vectors."""
+        c, kind = self.config, self.kind
+        norm = functools.partial(RMSNorm, (c.width,), c.norm_eps, dtype=self.dtype, unit_offset=kind.unit_offset)
+        before = (lambda x: x) if kind.norms == "after" else norm(name=f"{part}_norm")
+        after = (lambda y: y) if kind.norms == "before" else norm(name=f"{part}_post_norm")
+
+        def add(x: Array, y: Array) -> Array:
+            y = after(y)
+            return x + (y if kind.residual == 1.0 else (y.astype(jnp.float32) * kind.residual).astype(y.dtype))
+
+        return before, add
+
+
+def map_token_blocks(f: Callable[[Array], Array], x: Array) -> Array:
+    """Computes a function of single tokens on x [B T D], a block of them after the other where T is long."""
+    num_blocks = x.shape[1] // BLOCK_TOKENS
+    if num_blocks < 2:
+        return f(x)
+    blocks, rest = jnp.split(x, [num_blocks * BLOCK_TOKENS], 1)
+    y = lax.map(f, blocks.reshape(x.shape[0], num_blocks, BLOCK_TOKENS, -1).swapaxes(0, 1))
+    y = y.swapaxes(0, 1).reshape(blocks.shape)
+    return jnp.concatenate([y, f(rest)], 1) if rest.shape[1] else y
 
 
 def take_tokens(x: Array, indices: Array | None) -> Array:

@@ -20,7 +20,7 @@ from kvjax.core.attention import Rule
 from kvjax.core.rope import Rope, RopeScaling, yarn_scaling
 from kvjax.engine.forward import exact_logits, layer_calls
 from kvjax.errors import KvjaxError
-from kvjax.models import Config, checkpoint
+from kvjax.models import Config, checkpoint, decoder
 from kvjax.models.decoder import MixtureOfExperts, output_projection_of
 from kvjax.models.kinds import AttentionKind, Experts, Latent, LayerKind, MlpKind
 from kvjax.models.sharding import param_shardings
@@ -104,6 +104,31 @@ def test_exact_logits_are_those_of_the_definition(name):
     expected = reference(name)
     logits = exact_logits(model.params, tokens, model.config)
     np.testing.assert_allclose(logits, expected, atol=MOST * abs(expected).max())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_blocks_of_tokens_compute_the_definition(name, monkeypatch):
+    monkeypatch.setattr(decoder, "BLOCK_TOKENS", 4)  # 19 tokens: four blocks, and three tokens that are left
+    model, expected = loud_model(name), reference(name)
+    compute = jax.jit(
+        functools.partial(exact_logits.__wrapped__, config=model.config)
+    )  # a new program, without a cache
+    assert "while" in compute.lower(model.params, tokens_of()).as_text()
+    logits = compute(model.params, tokens_of())
+    np.testing.assert_allclose(logits, expected, atol=MOST * abs(expected).max())
+
+
+def test_blocks_of_tokens_take_the_memory_of_one_block(monkeypatch):
+    monkeypatch.setattr(decoder, "BLOCK_TOKENS", 64)
+    mlp = decoder.MLP(D, jnp.float32, MlpKind(50 * D))
+    x = jax.ShapeDtypeStruct((1, 16 * 64, D), jnp.float32)
+    params = jax.eval_shape(mlp.init, jax.random.key(0), x)
+
+    def workspace(f: Any) -> int:
+        return jax.jit(f).lower(params, x).compile().memory_analysis().temp_size_in_bytes
+
+    whole = workspace(mlp.apply)
+    assert workspace(lambda p, x: decoder.map_token_blocks(lambda x: mlp.apply(p, x), x)) < whole / 8
 
 
 @pytest.mark.parametrize("name", CONFIGS)
