@@ -285,13 +285,16 @@ class Layer(nn.Module):
 
 def map_token_blocks(f: Callable[[Array], Array], x: Array) -> Array:
     """Computes a function of single tokens on x [B T D], a block of them after the other where T is long."""
-    num_blocks = x.shape[1] // BLOCK_TOKENS
-    if num_blocks < 2:
+    T = x.shape[1]
+    if T < 2 * BLOCK_TOKENS:
         return f(x)
-    blocks, rest = jnp.split(x, [num_blocks * BLOCK_TOKENS], 1)
-    y = lax.map(f, blocks.reshape(x.shape[0], num_blocks, BLOCK_TOKENS, -1).swapaxes(0, 1))
-    y = y.swapaxes(0, 1).reshape(blocks.shape)
-    return jnp.concatenate([y, f(rest)], 1) if rest.shape[1] else y
+
+    # Each block's outputs replace its inputs: no second array of all tokens.
+    def map_block(first: Any, length: int, x: Array) -> Array:
+        return lax.dynamic_update_slice_in_dim(x, f(lax.dynamic_slice_in_dim(x, first, length, 1)), first, 1)
+
+    x = lax.fori_loop(0, T // BLOCK_TOKENS, lambda i, x: map_block(i * BLOCK_TOKENS, BLOCK_TOKENS, x), x)
+    return map_block(T - T % BLOCK_TOKENS, T % BLOCK_TOKENS, x) if T % BLOCK_TOKENS else x
 
 
 def take_tokens(x: Array, indices: Array | None) -> Array:
