@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import mesh_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Bool, Int32, Shaped
 
 from kvjax.core import memory
@@ -50,7 +50,8 @@ def auto_mesh(mesh: Mesh, other_remedy: str = "") -> Mesh:
       KvjaxError: a mesh with devices that would divide nothing, since their axis has another name; its text ends with
         `other_remedy`.
     """
-    if not isinstance(mesh, Mesh):
+    # Programs are compiled for machines that are not there on abstract meshes, which have no devices.
+    if not isinstance(mesh, Mesh | AbstractMesh):
         raise KvjaxError(f'mesh is a jax.sharding.Mesh with the axes "data" and "model", got {mesh!r:.80}')
     if unknown := foreign_axes(mesh):
         sizes = tuple(mesh.shape.values())
@@ -61,7 +62,7 @@ def auto_mesh(mesh: Mesh, other_remedy: str = "") -> Mesh:
             f'along an axis "data", and key/value heads, MLP width and vocabulary along "model"; give '
             f'mesh=Mesh({devices}, ("data", "model")){other_remedy}'
         )
-    return Mesh(mesh.devices, mesh.axis_names)
+    return Mesh(mesh.devices, mesh.axis_names) if isinstance(mesh, Mesh) else mesh
 
 
 def spec(axes: str, mesh: Mesh) -> PartitionSpec:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from kvjax.core.explicit_axes import accepts_explicit_axes, leave_explicit_mesh, spec_of
 from kvjax.core.mesh import auto_mesh, foreign_axes
@@ -96,6 +96,11 @@ def test_axes_that_would_divide_nothing_are_refused(shape, names, remedy):
 def test_axes_of_one_device_may_have_any_name(names):
     mesh = make_mesh(names=names, shape=(4, 1)[: len(names)])
     assert auto_mesh(mesh) == make_mesh(AxisType.Auto, names, (4, 1)[: len(names)])
+
+
+def test_a_mesh_of_devices_that_are_not_there_is_taken():
+    mesh = AbstractMesh((1, 2), ("data", "model"))
+    assert auto_mesh(mesh) is mesh
 
 
 def test_what_is_no_mesh_is_refused():
