@@ -13,9 +13,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from kvjax.cache.protocol import BatchedLayer, BoundLayer, Cache, EditableLayer, RewindableLayer
-from kvjax.cache.sequences import CONTEXT_REMEDY, concat_sequences, missing_ability, take_sequences
+from kvjax.cache.sequences import concat_sequences, missing_ability, take_sequences
+from kvjax.cache.uses import CONTEXT_REMEDY
 from kvjax.core import memory
-from kvjax.core.explicit_axes import accepts_explicit_axes, spec_of
+from kvjax.core.explicit_axes import accepts_explicit_axes, specs_as_before
 from kvjax.core.mesh import check_divides, foreign_axes, per_device, to_numpy
 from kvjax.core.rope import rotate
 from kvjax.core.types import Array, KVBlock
@@ -33,12 +34,8 @@ from kvjax.utils.keywords import checks_keywords
 __all__ = ["crop", "edit", "fork", "join", "take"]
 
 
-def _specs_as_before(result: Cache, cache: Cache, *_: Any, **__: Any) -> Cache:
-    return jax.tree.map(lambda _, x: spec_of(x), result, cache)
-
-
 @checks_keywords
-@accepts_explicit_axes(_specs_as_before)
+@accepts_explicit_axes(specs_as_before)
 def crop(cache: Cache, lengths: int | Sequence[int]) -> Cache:
     """Keeps only the first tokens of each sequence, exactly: as if the others had never been fed.
 
@@ -63,12 +60,12 @@ def crop(cache: Cache, lengths: int | Sequence[int]) -> Cache:
         # A sequence without tokens needs none of those that are coded for good, or have left a window.
         can_be_emptied = (new_lengths == 0) & (not isinstance(layer, BatchedLayer))
         emptied_layers += [i] if (can_be_emptied & (count > max_rollback)).any() else []
-        for row in np.flatnonzero((count > max_rollback) & ~can_be_emptied)[:1]:
+        for b in np.flatnonzero((count > max_rollback) & ~can_be_emptied)[:1]:
             raise IncompatibleMethod(
-                f"sequence {row} of layer {i} cannot give back its last {count[row]} tokens, {max_rollback[row]} at "
+                f"sequence {b} of layer {i} cannot give back its last {count[b]} tokens, {max_rollback[b]} at "
                 "most: those before lie in groups that are coded for good, or in a shared prefix, or would see tokens "
                 "that have left the layer's window (`full + in_windows` keeps them); crop to "
-                f"{old_lengths[row] - max_rollback[row]} tokens or more; {CONTEXT_REMEDY}"
+                f"{old_lengths[b] - max_rollback[b]} tokens or more; {CONTEXT_REMEDY}"
             )
     count = jnp.asarray(count, jnp.int32)
     target = Target(cache.config, mesh_of(cache))
@@ -97,7 +94,7 @@ def crop_layers(
 
 
 @checks_keywords
-@accepts_explicit_axes(_specs_as_before)
+@accepts_explicit_axes(specs_as_before)
 def take(cache: Cache, which: Sequence[int]) -> Cache:
     """Takes the sequences with these indices, in this order, each as often as it is listed; any method, bit by bit."""
     cache.check_usable()
@@ -122,7 +119,7 @@ def fork(cache: Cache, times: int) -> Cache:
 
 
 @checks_keywords
-@accepts_explicit_axes(lambda result, caches: _specs_as_before(result, caches[0]))
+@accepts_explicit_axes(lambda result, caches: specs_as_before(result, caches[0]))
 def join(caches: Sequence[Cache]) -> Cache:
     """Joins the sequences of several caches of one method, model and capacity into one batch, bit by bit.
 
@@ -158,7 +155,7 @@ def join(caches: Sequence[Cache]) -> Cache:
 
 
 @checks_keywords
-@accepts_explicit_axes(lambda result, model, cache, *_, **__: _specs_as_before(result, cache))
+@accepts_explicit_axes(lambda result, model, cache, *_, **__: specs_as_before(result, cache))
 def edit(model: Model, cache: Cache, start: int | Sequence[int], stop: int | Sequence[int], tokens: Prompts) -> Cache:
     """Replaces tokens start..stop-1 of each sequence by others; the tokens after them are not run again.
 
@@ -196,7 +193,7 @@ def edit(model: Model, cache: Cache, start: int | Sequence[int], stop: int | Seq
         token_ids(model, [text], begins=bool(a == 0))[0] if len(text) else []
         for text, a in zip(texts, first, strict=True)
     ]
-    num_inserted = np.array([len(row) for row in inserted])
+    num_inserted = np.array(list(map(len, inserted)))
     shift, num_later = first + num_inserted - end, lengths - end
     longest = int((lengths + shift).max())
     if longest > cache.capacity:
@@ -270,10 +267,10 @@ def per_sequence(
     if values.shape not in ((), (B,)) or not np.issubdtype(values.dtype, np.integer):
         raise KvjaxError(f"{name} must be a whole number, or one for each of {B} sequences, got {x!r:.80}")
     values, least, most = (np.broadcast_to(n, (B,)).astype(np.int64) for n in (values, least, most))
-    for row in np.flatnonzero((values < least) | (values > most))[:1]:
+    for b in np.flatnonzero((values < least) | (values > most))[:1]:
         raise KvjaxError(
-            f"sequence {row} has {sequence_lengths(cache)[row]} tokens: {name} must be {least[row]} to {most[row]} "
-            f"for it, got {values[row]}"
+            f"sequence {b} has {sequence_lengths(cache)[b]} tokens: {name} must be {least[b]} to {most[b]} "
+            f"for it, got {values[b]}"
         )
     return values
 

@@ -13,7 +13,7 @@ these functions. Values decide no shape, except where a method divides a budget 
 methods that hold arrays in host memory place any. Called eagerly, a pass compiles one program for each distinct layer;
 under `jax.jit` it is one program, in which layers that are alike are compiled once on a CPU.
 
-Nothing here is given a model, and so a cache of these functions names no weights: it is the caller's to run it with the
+Nothing here is given a model, so that a cache of these functions names no weights, and the caller runs it with the
 parameters that filled it. `kvjax.extend`, `kvjax.generate` and `kvjax.Context` refuse such a cache until the caller
 says whose it is, `dataclasses.replace(cache, weights=model.fingerprint)`.
 
@@ -38,7 +38,7 @@ from jax.sharding import PartitionSpec
 from kvjax.cache.protocol import Cache, KVMethod, LayerSpec
 from kvjax.cache.shared_prefix import SharedPrefixState
 from kvjax.core import memory
-from kvjax.core.explicit_axes import accepts_explicit_axes, layer_specs, spec_of
+from kvjax.core.explicit_axes import accepts_explicit_axes, layer_specs, spec_of, specs_as_before
 from kvjax.core.precision import computes_in_32_bits
 from kvjax.core.random import key_from_seed
 from kvjax.core.rope import Rope
@@ -47,7 +47,7 @@ from kvjax.custom_decoder.layer_cache import map_layer_caches
 from kvjax.engine import decode as _decode
 from kvjax.engine import plan as _plan
 from kvjax.engine import prefill as _prefill
-from kvjax.engine.forward import Plan, Target, exact_logits
+from kvjax.engine.forward import BoundLayers, Target, exact_logits
 from kvjax.engine.sampling import SamplingParams
 from kvjax.errors import KvjaxError
 from kvjax.models.config import Config
@@ -58,7 +58,7 @@ __all__ = ["bind", "decode", "empty", "extend", "logits", "prefill", "take"]
 
 
 @checks_keywords
-def bind(method: str | KVMethod, config: Config, differentiable: bool = False) -> Plan:
+def bind(method: str | KVMethod, config: Config, differentiable: bool = False) -> BoundLayers:
     """Binds a method to every layer of a model.
 
     Args:
@@ -100,11 +100,6 @@ def _prefill_specs(
     return _logits_spec(last, params, tokens), specs
 
 
-def _cache_specs(result: Cache, cache: Cache, *_: Any, **__: Any) -> Cache:
-    """A cache lies as the one that it comes from, so that it is a carry of the caller's loop."""
-    return jax.tree.map(lambda _, x: spec_of(x), result, cache)
-
-
 @checks_keywords
 @computes_in_32_bits
 @accepts_explicit_axes(_logits_spec)
@@ -130,7 +125,7 @@ def prefill(
     params: Any,
     tokens: Array,
     lengths: Array,
-    plan: Plan,
+    plan: BoundLayers,
     config: Config,
     capacity: int,
     *,
@@ -145,15 +140,15 @@ def prefill(
       lengths: i32[B], tokens of each prompt, at least 1.
       plan: from `bind`, with this config.
       config: of the model; with LongRoPE `config.for_length(capacity)`, which chooses its factors for this cache.
-      capacity: static, tokens that a sequence may grow to, at least T: there is room for capacity - T more in each.
+      capacity: static, tokens that a sequence may grow to, at least T: the headroom of each is capacity - T.
       chunk: static, tokens that are run at a time; None for all at once, or as the method asks.
       replay_prompts: static; a method that makes the model repeat the prompt (KVzip) puts these ids before the first
         and before every later chunk of it. None by default, as for a model without a tokenizer.
 
     Returns:
-      Logits of each prompt's last token f32[B V], and the cache, whose `weights` are empty: it names no model, as this
-      module says. Some methods choose the number of slots by values (of attention, for instance); under a
-      transformation these are unknown, and the cache has enough for any prompts of T tokens.
+      Logits of each prompt's last token f32[B V], and the cache. Some methods choose the number of slots by values (of
+      attention, for instance); under a transformation these are unknown, and the cache has enough for any prompts of T
+      tokens.
 
     Raises:
       KvjaxError: capacity below T, or a static argument that is traced or of another type.
@@ -173,7 +168,7 @@ def prefill(
 @accepts_explicit_axes(
     lambda result, params, tokens, cache, *_, **__: (
         _logits_spec(result[0], params, tokens),
-        _cache_specs(result[1], cache),
+        specs_as_before(result[1], cache),
     )
 )
 def extend(
@@ -206,7 +201,7 @@ def extend(
 @checks_keywords
 @computes_in_32_bits
 @accepts_explicit_axes(
-    lambda result, params, cache, tokens, *_, **__: (PartitionSpec(*spec_of(tokens)), _cache_specs(result[1], cache))
+    lambda result, params, cache, tokens, *_, **__: (PartitionSpec(*spec_of(tokens)), specs_as_before(result[1], cache))
 )
 def decode(
     params: Any,
@@ -247,7 +242,7 @@ def decode(
 @checks_keywords
 @computes_in_32_bits
 @accepts_explicit_axes(lambda result, *_, **__: jax.tree.map(spec_of, result))
-def empty(plan: Plan, config: Config, batch: int, capacity: int, dtype: Any = jnp.float32) -> Cache:
+def empty(plan: BoundLayers, config: Config, batch: int, capacity: int, dtype: Any = jnp.float32) -> Cache:
     """Makes the cache of sequences that have no token yet.
 
     A method that compresses when the prompt ends has nothing to compress here: all tokens that follow count as decoded.
@@ -269,7 +264,7 @@ def empty(plan: Plan, config: Config, batch: int, capacity: int, dtype: Any = jn
 
 @checks_keywords
 @computes_in_32_bits
-@accepts_explicit_axes(_cache_specs)
+@accepts_explicit_axes(specs_as_before)
 def take(cache: Any, sequences: Array) -> Any:
     """Takes sequences of a cache, as a beam search does in every step.
 

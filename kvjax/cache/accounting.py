@@ -23,7 +23,7 @@ class CacheBytes:
     Attributes:
       held: bytes that the tokens of the cache take. It is what the same cache would take if every sequence had exactly
         as many slots as it has tokens: codes, scales, positions, indices and residual windows included.
-      reserved: bytes of slots that no token fills yet: room for tokens to come, padding of shorter sequences, and
+      reserved: bytes of slots that no token fills yet: headroom for tokens to come, padding of shorter sequences, and
         tokens that have left a layer's window.
         `held` and `reserved` together are the bytes of the arrays.
       full: bytes that the exact cache (`full`) of the same tokens holds, in the dtype of the model: in a layer with a
@@ -86,7 +86,7 @@ def state_bytes(cache: Cache) -> CacheBytes:
       cache: as `kvjax.prefill` and `kvjax.extend` return it.
 
     Returns:
-      The bytes of its tokens, those of the room behind them, and what an exact cache of these tokens takes.
+      The bytes of its tokens, those of the slots behind them, and what an exact cache of these tokens takes.
 
     Raises:
       KvjaxError: the cache was used up by an answer that did not copy it, or is traced (`TracedCall`).

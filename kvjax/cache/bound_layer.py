@@ -20,22 +20,22 @@ The life of a decoded token, in `MethodLayer.extend`:
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.cache import uses
 from kvjax.cache.chunked_extend import extend_in_chunks, extend_token_by_token
 from kvjax.cache.components import Codec, Components, KVStorage, PromptSelection, ReadResult, Slots
 from kvjax.cache.eviction.decode_policy import check_policy_result
 from kvjax.cache.eviction.selection import apply_selection
 from kvjax.cache.protocol import LayerSpec, LayerState, Needs, StepResult
-from kvjax.cache.readers.full import Full
-from kvjax.cache.sequences import CONTEXT_REMEDY
 from kvjax.cache.token_status import relative_error
 from kvjax.core import memory
 from kvjax.core.attention import attend_dense, combine, log_sum_exp, merge, weight_share
@@ -44,10 +44,23 @@ from kvjax.core.memory import array_bytes, bytes_beyond
 from kvjax.core.mesh import to_numpy
 from kvjax.core.step_bytes import StepBytes
 from kvjax.core.types import Array, KVBlock, Partial, gather_tokens, hash_once
-from kvjax.errors import IncompatibleMethod, KvjaxError
+from kvjax.errors import KvjaxError
 
 PROMPT_COMPONENTS = "select", "second_stage", "representatives", "merge", "layer_budgets", "attend"
 """The components of a method that act on prompts alone."""
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def packs(member: F) -> F:
+    """Decorates a member of `MethodLayer` that packs or unpacks vectors: as floats, in a differentiable layer."""
+
+    @functools.wraps(member)
+    def run(self: MethodLayer, *args: Any, **kwargs: Any) -> Any:
+        with memory.as_floats(self.is_differentiable):
+            return member(self, *args, **kwargs)
+
+    return cast(F, run)
 
 
 @hash_once
@@ -64,26 +77,25 @@ class MethodLayer:
       budgets: as in `PromptSelection`.
       side_slots: slots of the side store, of each head in the mean, once all layers have divided a budget among their
         heads; None: the store says itself.
+      is_differentiable: whether the codecs carry gradients. All that the layer packs then stays floats on the device.
     """
 
     method: Components
     spec: LayerSpec
     budgets: tuple[int | None, ...] = ()
     side_slots: int | None = None
+    is_differentiable: bool = False
 
     @functools.cached_property
     def storage(self) -> KVStorage:
         """The codecs and the spec, which readers and side stores get."""
         m = self.method
-        return KVStorage(self.spec, m.k, m.v, m.decode if m.positions == "cache" else None)
+        return KVStorage(self.spec, m.k, m.v, m.indexed_by)
 
     @functools.cached_property
     def selection(self) -> PromptSelection | None:
-        """The selection and what changes its choice, which budgets get; None where every token of a prompt stays."""
-        m = self.method
-        if m.select is None:
-            return None
-        return PromptSelection(self.spec, m.select, m.second_stage, m.representatives, m.merge, self.budgets)
+        """The selection, as budgets get it; None where every token of a prompt stays."""
+        return self.method.choose_from_prompt(self.spec, self.budgets)
 
     @property
     def k(self) -> Codec:
@@ -115,7 +127,7 @@ class MethodLayer:
             prompt_pattern=m.attend,
             draft_tokens=m.read.draft_tokens,
             cross_layer=m.read.cross_layer or (m.side_store is not None and m.side_store.paired_layer != 0),
-            unbounded_length=m.positions == "cache" or m.read.unbounded_length,
+            unbounded_length=m.indexed_by is not None or m.read.unbounded_length,
         )
 
     @functools.cached_property
@@ -196,6 +208,7 @@ class MethodLayer:
         assert self.method.select is not None
         return self.method.select.scorer.update_scores(block, start, observation, new, before, self.spec)
 
+    @packs
     def prefill(self, block: KVBlock, observation: Observation | None, num_slots: int) -> LayerState:
         """Compresses a prompt; see `BoundLayer`."""
         m = self.method
@@ -224,17 +237,20 @@ class MethodLayer:
 
     def _prompt_slots(self, width: int, num_slots: int) -> Slots:
         """The slots that prompts of up to `width` tokens take, at most `num_slots` of the main ones."""
-        m = self.method
-        if m.side_store is None:
+        m, store = self.method, self.method.side_store
+        if store is None:
             return Slots(min(num_slots, width), min(num_slots, width))
         most = width
         # Where layers divide one budget, a layer may keep more than the selection's own budget says.
-        if m.select is not None and (m.layer_budgets is None or m.side_store.head_budgets is not None):
+        if m.select is not None and (m.layer_budgets is None or store.head_budgets is not None):
             most = int(m.select.num_kept_by_length(width).max())
-        by_kept = (m.side_store.slots(self.spec, kept, width) for kept in range(most, 0, -1))
-        slots = next(slots for slots in by_kept if slots.main <= num_slots)
+        # The most tokens whose main slots fit; by the contract of `SideStore.slots` these do not fall as tokens grow.
+        counts = range(1, most + 1)
+        kept = bisect.bisect(counts, num_slots, key=lambda kept: store.slots(self.spec, kept, width).main)
+        slots = store.slots(self.spec, kept, width)
         return slots if self.side_slots is None else slots._replace(side=self.side_slots)
 
+    @packs
     def encode_slots(self, block: KVBlock, observation: Observation | None) -> tuple[Any, Any, Any]:
         """Encodes the tokens of the main slots: (keys, values, the reader's state)."""
         k, v = self.storage.encode_prompt(block, observation)
@@ -242,6 +258,7 @@ class MethodLayer:
 
     # Tokens after the prompt.
 
+    @packs
     def extend(
         self,
         state: LayerState,
@@ -276,7 +293,7 @@ class MethodLayer:
             token_by_token = T > 1 and (commit > 1 or not m.read.draft_tokens)
         else:
             # Uncommitted tokens change nothing for the others, so that one token and any number of drafts are one step.
-            token_by_token = commit > 1 and any(x.sequential_writes for x in (m.k, m.v, m.read))
+            token_by_token = commit > 1 and self._has_sequential_writes
         if token_by_token:
             if commit < T and m.decode is None:
                 raise KvjaxError(
@@ -287,6 +304,10 @@ class MethodLayer:
         if 0 < m.read.prompt_chunk < T:
             return extend_in_chunks(self._extend_once, *arguments, size=m.read.prompt_chunk)
         return self._extend_once(*arguments)
+
+    @property
+    def _has_sequential_writes(self) -> bool:
+        return any(x.sequential_writes for x in (self.method.k, self.method.v, self.method.read))
 
     def _extend_once(
         self, state: LayerState, q: Array, new: KVBlock, commit: int, cross_layer: Any, outside: Partial | None
@@ -353,8 +374,7 @@ class MethodLayer:
             state, k=k, v=v, pos=memory.put(state.pos, pos, pos_slot), n=n, bias=bias, reader_state=reader_state
         )
 
-    # The optional abilities, which act on a state as a whole; each raises IncompatibleMethod where a component rules
-    # it out.
+    # The optional abilities, which act on a state as a whole. `cache.uses` says which components rule some of them out.
 
     def empty_bytes(self, state: LayerState, dtype: str, prompt: int | None = None) -> dict[str, int]:
         """`SizedLayer.empty_bytes`: of the slots and of the side store."""
@@ -377,7 +397,7 @@ class MethodLayer:
     def _empty_slot_bytes(self, state: LayerState, used: Sequence[int], dtype: str) -> dict[str, int]:
         """Bytes of the slots beyond the first `used` of each sequence; only the shapes of the state are read."""
         slots = state.pos.shape[2]
-        if not slots:  # the side store has the whole prompt, and there is no room for more tokens
+        if not slots:  # the side store has the whole prompt, and there is no headroom
             return array_bytes(())
         # Positions, biases and a policy's statistics have one entry for each slot. Codes and summaries need not be
         # proportional to the slots: groups are rounded up, and a residual window has a size of its own.
@@ -398,11 +418,12 @@ class MethodLayer:
 
     def max_rollback(self, state: LayerState) -> Array:
         """`RewindableLayer.max_rollback`: the tokens after the last group that a codec has quantized for good."""
-        self._check_append_only("give back tokens")
+        uses.ROLLBACK.check(self.method)
         assert state.n is not None  # as without a policy
         committed = [codec.num_committed(x, state.n) for codec, x in ((self.k, state.k), (self.v, state.v))]
         return state.n - jnp.maximum(*committed)
 
+    @packs
     def crop(self, state: LayerState, count: Array) -> LayerState:
         """`RewindableLayer.crop`."""
         assert state.n is not None
@@ -414,19 +435,12 @@ class MethodLayer:
 
     def decoded_block(self, state: LayerState) -> KVBlock:
         """`EditableLayer.decoded_block`."""
-        self._check_append_only("be edited")
         return self.storage.decode(state.k, state.v, state.pos)
 
+    @packs
     def append_block(self, state: LayerState, block: KVBlock) -> LayerState:
         """`EditableLayer.append_block`."""
-        for name in ("k", "v", "read"):
-            component = getattr(self.method, name)
-            if component.sequential_writes:
-                raise IncompatibleMethod(
-                    f"component `{name}`, {type(component).__name__}, takes tokens one by one, as they are read, and "
-                    "cannot be edited; edit the text under `full`, which any method can then be made of "
-                    "(`kvjax.reuse.read_exactly`)"
-                )
+        uses.EDIT.check(self.method)
         # Sequences of unequal length end in different slots: only a write on the device drops what lies beyond.
         appended = self._append(memory.map_buffers(memory.to_device, state), block.clean())
         return memory.map_buffers(lambda new, old: memory.to_host(new) if old.host else new, appended, state)
@@ -449,8 +463,9 @@ class MethodLayer:
     def readable_tokens(self) -> int | None:
         """`ReadableLayer.readable_tokens`: one where the tokens of a step leave or are coded one after another."""
         m = self.method
-        return 1 if m.decode is not None or any(x.sequential_writes for x in (m.k, m.v, m.read)) else None
+        return 1 if m.decode is not None or self._has_sequential_writes else None
 
+    @packs
     def read_state(self, state: LayerState, q: Array, q_pos: Array, outside: Partial | None = None) -> Array:
         """`ReadableLayer.read_state`: as in `extend`, without a trace."""
         with jax.named_scope("read"):
@@ -459,21 +474,7 @@ class MethodLayer:
 
     def check_readable(self) -> None:
         """`ReadableLayer.check_readable`: what is read does not depend on who has read before."""
-        m = self.method
-        reasons = (
-            ("side_store", self.needs.paired_layer != 0, "holds what two layers share, and is opened for each step"),
-            ("read", m.read.prompt_chunk > 0, "reads prompts too, by the queries of the layer that holds them"),
-            ("read", m.read.draft_tokens > 0, "carries drafts, whose keys and values no state holds"),
-            ("read", m.read.cross_layer, "hands the choice of tokens from layer to layer"),
-            ("read", m.read.remembers_queries, "depends on the queries of earlier steps, which are one layer's"),
-        )
-        for name, cannot, reason in reasons:
-            if cannot:
-                raise IncompatibleMethod(
-                    "layers of this model read the cache of another layer, and "
-                    f"component `{name}`, {type(getattr(m, name)).__name__}, {reason}; use a method without it, such "
-                    "as 'full', 'snapkv', 'int8' or 'quest'"
-                )
+        uses.READ_BY_OTHER_LAYERS.check(self.method)
 
     def reconstruction_error(self, state: LayerState, exact: KVBlock) -> tuple[Array, Array]:
         """`InspectableLayer.reconstruction_error`: of the slots, then of the side store."""
@@ -493,75 +494,11 @@ class MethodLayer:
 
     def check_shared(self) -> None:
         """`ShareableLayer.check_shared`: a prefix is read in full, and stays as it is."""
-        m = self.method
-        reasons = (
-            ("side_store", self.needs.paired_layer != 0, "holds what two layers share once for both"),
-            ("decode", m.decode is not None, "chooses anew at every step"),
-            ("read", not isinstance(m.read, Full), "chooses anew at every step"),
-        )
-        for name, cannot, reason in reasons:
-            if cannot:
-                raise IncompatibleMethod(
-                    "a prefix that sequences share is read in full, layer by layer, and never changes, and component "
-                    f"`{name}`, {type(getattr(m, name)).__name__}, {reason}; read the prefix under another method, "
-                    "such as 'full', and its documents under this one"
-                )
+        uses.SHARED_BY_SEQUENCES.check(self.method)
 
     def check_with_prefix(self) -> None:
         """`ShareableLayer.check_with_prefix`: a sequence's own tokens stand at true positions and are seen whole."""
-        m = self.method
-        reasons = (
-            ("positions", m.positions != "true", "positions inside the cache would be those of the shared tokens too"),
-            ("read", m.read.prompt_chunk > 0 and m.select is None, "the prompt's own attention would go through it"),
-            ("attend", m.attend is not None, "it says what of the whole prompt its queries read"),
-            ("select", self.needs.replay is not None, "the whole prompt would be read a second time"),
-            ("side_store", self.needs.paired_layer != 0, "two layers would have to see each other's whole prompts"),
-            (
-                "layer_budgets",
-                m.layer_budgets is not None,
-                "layers would divide a budget that they measured on a part of the text (level=head divides none)",
-            ),
-        )
-        for name, cannot, reason in reasons:
-            if cannot:
-                raise IncompatibleMethod(
-                    f"component `{name}` cannot work behind a prefix that sequences share: {reason}; read the "
-                    "documents whole, or under a method without it"
-                )
-
-    def _check_append_only(self, ability: str) -> None:
-        m = self.method
-        for name in ("decode", "select", "side_store"):
-            if getattr(m, name) is not None:
-                raise IncompatibleMethod(
-                    f"component `{name}`, {type(getattr(m, name)).__name__}, has made its choice among the tokens, so "
-                    f"that this cache cannot {ability}; {CONTEXT_REMEDY}"
-                )
-
-
-Layer = TypeVar("Layer", bound=type[MethodLayer])
-
-
-def keep_floats(layer: Layer) -> Layer:
-    """Makes the members of a class that pack or unpack run inside `memory.as_floats`, which packing asks as it runs."""
-
-    def wrap(member: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(member)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with memory.as_floats(True):
-                return member(*args, **kwargs)
-
-        return run
-
-    for name in ("prefill", "encode_slots", "extend", "append_block", "crop", "read_state"):
-        setattr(layer, name, wrap(getattr(layer, name)))
-    return layer
-
-
-@keep_floats
-@dataclasses.dataclass(frozen=True, eq=False)  # equality and hash are those of the base
-class DifferentiableLayer(MethodLayer):
-    """A bound layer of a `Method` whose codecs carry gradients: all that it packs stays floats in device memory."""
+        uses.AFTER_SHARED_PREFIX.check(self.method)
 
 
 def _without_sums(observation: Observation | None) -> Observation | None:

@@ -298,6 +298,7 @@ class Reader:
     unbounded_length = False  # whether relative positions stay in the trained range at any length, as in `Needs`
     num_queries: int | None = 0  # last prompt queries of each sequence that `init_state` observes, as in `Needs`
     remembers_queries = False  # whether what `read` reads depends on the queries of earlier steps
+    chooses_slots = True  # whether `read` may leave slots unread, or keeps a state
 
     def init_state(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Any:
         """Returns the reader's state after a prompt, left-aligned; `observation` has its last queries."""
@@ -992,7 +993,18 @@ class Components:
     attend: AttentionPattern | None
 
     @property
+    def indexed_by(self) -> Policy | None:
+        """The policy that counts positions inside the cache, as in `KVStorage`; None for true positions."""
+        return self.decode if self.positions == "cache" else None
+
+    @property
     def prompt_chunk(self) -> int:
         """Tokens of a prompt that are read through the reader at a time; 0 for a prompt that is attended exactly."""
         # A selection takes the prompt as a whole, so a reader's own chunks are for methods without one.
         return 0 if self.select else self.read.prompt_chunk
+
+    def choose_from_prompt(self, spec: LayerSpec, budgets: tuple[int | None, ...]) -> PromptSelection | None:
+        """Returns the selection with what changes its choice; None where every token of a prompt stays."""
+        if self.select is None:
+            return None
+        return PromptSelection(spec, self.select, self.second_stage, self.representatives, self.merge, budgets)

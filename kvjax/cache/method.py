@@ -79,7 +79,7 @@ class Method(Components):
     read: Reader = Full()
     attend: AttentionPattern | None = None
     device_layers: NonNegativeInt = 0
-    # Methods of before this field keep the hash that runs have recorded of them.
+    # `registry.method_hash` leaves this field out at its default: records of runs older than it keep their hash.
     windowed: Literal["ring", "method"] = dataclasses.field(default="ring", metadata={"hash_default": False})
     # The method's string, for names in tables. It is not compared: two ways to write a method give the same value.
     string: str = dataclasses.field(default="", compare=False)
@@ -133,35 +133,34 @@ class Method(Components):
         index = spec.index
         assert index is not None
         # Neither the string that made the method nor the number of device layers may tell equal layers apart.
-        unbound = dataclasses.replace(self, device_layers=0, string="", windowed="ring")
+        given = dataclasses.replace(self, device_layers=0, string="", windowed="ring")
         if index < self.device_layers:
-            unbound = dataclasses.replace(unbound, k=self.k.on_device(), v=self.v.on_device(), read=Full())
+            given = dataclasses.replace(given, k=self.k.on_device(), v=self.v.on_device(), read=Full())
         if self.windowed == "method":
             spec = dataclasses.replace(spec, method_layers=None)
         elif spec.rule.window is not None:
-            return _bind_to_window(unbound, spec)
-        bound = _share_values(bind_fields(unbound, spec), spec)
-        layer_spec, budgets = spec.without_index, ()
+            return _bind_to_window(given, spec)
+        bound = _share_values(bind_fields(given, spec), spec)
+        budgets: tuple[int | None, ...] = ()
         if self.layer_budgets is not None and self.select is not None:
             budgets = tuple(budget.max_kept() for budget in budgets_by_layer(self.select.budget, spec))
         # A side store or a reader may do nothing in this layer and something in another. Checking them as they were
         # given refuses an impossible method in its first layer, and not in the middle of a model.
-        checked = dataclasses.replace(bound, side_store=unbound.side_store, read=unbound.read)
-        check_components(checked, budgets)
-        selection = MethodLayer(bound, layer_spec, budgets).selection
-        if selection is None or self.select is None:
-            return MethodLayer(bound, layer_spec, budgets)
-        side_store: Any = bound.side_store
-        if side_store is not None and side_store.head_budgets is not None:
-            # The budget is that of all layers, which a store with heads of unlike sizes divides.
-            budget, rule = side_store.head_budgets.bind_budget(selection, self.select.budget, index)
-            side_store = dataclasses.replace(side_store, head_budgets=rule)
+        check_components(dataclasses.replace(bound, side_store=given.side_store, read=given.read), budgets)
+        selection = bound.choose_from_prompt(spec.without_index, budgets)
+        if selection is not None and bound.side_store is not None and bound.side_store.head_budgets is not None:
+            # The selection's budget is that of all layers, which a store with heads of unlike sizes divides.
+            assert self.select is not None
+            budget, rule = bound.side_store.head_budgets.bind_budget(selection, self.select.budget, index)
+            store: Any = bound.side_store  # a dataclass, which its base class does not say
             bound = dataclasses.replace(
-                bound, select=dataclasses.replace(selection.select, budget=budget), side_store=side_store
+                bound,
+                select=dataclasses.replace(selection.select, budget=budget),
+                side_store=dataclasses.replace(store, head_budgets=rule),
             )
-        if bound.decode is not None:
+        if selection is not None and bound.decode is not None:
             bound = dataclasses.replace(bound, decode=bound.decode.with_selection(selection))
-        return MethodLayer(bound, layer_spec, budgets)
+        return MethodLayer(bound, spec.without_index, budgets)
 
 
 def _bind_to_window(method: Method, spec: LayerSpec) -> MethodLayer:
@@ -178,7 +177,7 @@ def _bind_to_window(method: Method, spec: LayerSpec) -> MethodLayer:
 
 
 def _share_values(bound: Method, spec: LayerSpec) -> Method:
-    """Has a bound method store values with the keys where they are channels of them, and it can; see `SharedValues`."""
+    """Has a bound method store values with the keys, if they are channels of them and one codec is for both."""
     are_alike = bound.k.on_device() == bound.v.on_device()
     if spec.values_from is None or bound.merge is not None or not are_alike:
         return bound
@@ -189,12 +188,6 @@ _COMPONENT_TYPES = {
     name: kind
     for name, kind in typing.get_type_hints(Method).items()
     if name not in ("positions", "device_layers", "windowed", "string")
-}
-
-_WHY_NO_EVICTION = {
-    "k": "its tokens, or its heads, are held together",
-    "v": "its tokens, or its heads, are held together",
-    "read": "its copy, summary or choice of tokens would keep what has left",
 }
 
 
@@ -216,12 +209,13 @@ def check_components(m: Components, budgets: tuple[int | None, ...] = ()) -> Non
         raise IncompatibleMethod(
             "positions inside the cache need a policy (component `decode`), as `streaming_llm` has"
         )
-    for name in ("k", "v", "read"):
-        component = getattr(m, name)
-        if m.decode is not None and not component.supports_eviction:
+    together = "its tokens, or its heads, are held together"
+    reasons = {"k": together, "v": together, "read": "its copy, summary or choice of tokens would keep what has left"}
+    for name, reason in reasons.items():
+        if m.decode is not None and not getattr(m, name).supports_eviction:
             raise IncompatibleMethod(
                 f"component `decode` takes single tokens out of the cache, and component `{name}`, "
-                f"{type(component).__name__}, cannot lose one: {_WHY_NO_EVICTION[name]}; leave one of them out"
+                f"{type(getattr(m, name)).__name__}, cannot lose one: {reason}; leave one of them out"
             )
     if m.attend is not None and m.prompt_chunk:
         raise IncompatibleMethod(

@@ -1,11 +1,11 @@
-"""`RingLayer`: a layer with a sliding window that holds as many tokens as its queries can see, and room for a step.
+"""`RingLayer`: a layer with a sliding window that holds as many tokens as its queries can see, and headroom for a step.
 
 A query at position t sees the tokens after t - window. So a layer with a window never reads more than its last `window`
 tokens, and new tokens take the slots of those that no query will see again. Token i of a sequence lies in slot i modulo
 the number of slots. The method's codecs say what is stored of it, in the form of `Codec.in_window`; `Full` reads it.
 
-The room makes a call exact that brings several tokens: all of them are written, and then each reads its own window. It
-also bounds how many tokens can be taken back, as speculative decoding does.
+The headroom makes a call exact that brings several tokens: all of them are written, and then each reads its own window.
+It also bounds how many tokens can be taken back, as speculative decoding does.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax.cache.bound_layer import MethodLayer, keep_floats
+from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.chunked_extend import extend_in_chunks
 from kvjax.cache.components import Slots
 from kvjax.cache.protocol import LayerState, Needs, StepResult
@@ -27,7 +27,7 @@ from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import to_numpy
 from kvjax.core.types import Array, KVBlock, Partial, gather_tokens, hash_once
 
-ROOM_TOKENS = 16
+HEADROOM_TOKENS = 16
 """Tokens that a ring holds beyond its window: a call takes as many at a time, and as many can be taken back."""
 
 
@@ -54,7 +54,7 @@ class RingLayer(MethodLayer):
     @property
     def ring_slots(self) -> int:
         """Slots of the ring: those of the window and of a step."""
-        return self.window + ROOM_TOKENS
+        return self.window + HEADROOM_TOKENS
 
     def num_slots(self, prompt_tokens: int, headroom_tokens: int) -> int:
         """Slots of the ring, for prompts of any length."""
@@ -62,9 +62,9 @@ class RingLayer(MethodLayer):
 
     @property
     def readable_tokens(self) -> int | None:
-        """`ReadableLayer.readable_tokens`: as many as the ring has room for after its window."""
+        """`ReadableLayer.readable_tokens`: as many as the ring holds beyond its window."""
         most = super().readable_tokens
-        return ROOM_TOKENS if most is None else most
+        return HEADROOM_TOKENS if most is None else most
 
     def _slots(self, prompt_tokens: int) -> Slots:
         kept = min(prompt_tokens, self.window)
@@ -75,7 +75,7 @@ class RingLayer(MethodLayer):
         return num_slots == self.ring_slots
 
     def _indices(self, n: Array | None, num_slots: int) -> Array:
-        """i32[B S]: the newest of n i32[B] tokens, counted from 0, whose place each slot is; negative for none."""
+        """i32[B S]: the index of the newest of n i32[B] tokens that belongs in each slot; negative for none."""
         assert n is not None
         newest = n[:, None] - 1
         return newest - (newest - jnp.arange(num_slots, dtype=jnp.int32)[None]) % num_slots
@@ -99,9 +99,9 @@ class RingLayer(MethodLayer):
         self, state: LayerState, q: Array, new: KVBlock, commit: int, cross_layer: Any, outside: Partial | None
     ) -> StepResult:
         extend = super()._extend_in_steps
-        if commit <= ROOM_TOKENS or not self._is_ring(state.pos.shape[2]):
+        if commit <= HEADROOM_TOKENS or not self._is_ring(state.pos.shape[2]):
             return extend(state, q, new, commit, cross_layer, outside)
-        return extend_in_chunks(extend, state, q, new, commit, cross_layer, outside, size=ROOM_TOKENS)
+        return extend_in_chunks(extend, state, q, new, commit, cross_layer, outside, size=HEADROOM_TOKENS)
 
     def _append(self, state: LayerState, new: KVBlock) -> LayerState:
         """Writes each token over the one that has been in its slot, which is out of sight."""
@@ -164,9 +164,3 @@ class RingLayer(MethodLayer):
         block = super().decoded_block(state)
         order = jnp.argsort(jnp.where(block.pos < 0, jnp.iinfo(jnp.int32).max, block.pos), 2)
         return gather_tokens(block, order)
-
-
-@keep_floats
-@dataclasses.dataclass(frozen=True, eq=False)  # equality and hash are those of the base
-class DifferentiableRing(RingLayer):
-    """A `RingLayer` whose codecs carry gradients, as `DifferentiableLayer`."""

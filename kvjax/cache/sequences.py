@@ -10,11 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.protocol import BatchedLayer, BoundLayer, LayerState
+from kvjax.cache.uses import CONTEXT_REMEDY
 from kvjax.core import memory
 from kvjax.core.types import Array
 from kvjax.errors import IncompatibleMethod
-
-CONTEXT_REMEDY = "a context is a value: keep the one of before, or fork it, instead of taking tokens back"
 
 
 def missing_ability(layer: BoundLayer, ability: str) -> IncompatibleMethod:
@@ -61,7 +60,7 @@ def concat_sequences(layer: BoundLayer | None, states: list[Any]) -> Any:
 def pad_to_largest(states: Sequence[Any]) -> list[Any]:
     """Gives states of one layer under a `kvjax.Method` equal shapes: empty slots, pages and chunks follow the others.
 
-    The states are of one capacity. What a prompt leaves and the room behind it add up to different numbers of slots
+    The states are of one capacity. What a prompt leaves and the headroom behind it add up to different numbers of slots
     where a method evicts, and a budget of the whole model gives a layer as many as its prompt asks for.
 
     Raises:

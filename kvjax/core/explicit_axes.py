@@ -65,6 +65,11 @@ def spec_of(x: Any) -> PartitionSpec:
     return PartitionSpec(*names, *[None] * (getattr(x, "ndim", 0) - len(names)))
 
 
+def specs_as_before(result: Any, before: Any, *_: Any, **__: Any) -> Any:
+    """Returns the specs of a value that lies as the one before it does, so that it is a carry of a caller's loop."""
+    return jax.tree.map(lambda _, x: spec_of(x), result, before)
+
+
 def layer_specs(state: Any, num_sequences: int, num_heads: int, sequences: Any, heads: Any) -> Any:
     """Returns the specs of a layer's arrays, by the mesh axes along which its sequences and its heads lie."""
     names = {"B": sequences, "K": heads}

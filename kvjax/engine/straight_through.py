@@ -15,14 +15,12 @@ import jax
 from jax import lax
 from jaxtyping import Float
 
-from kvjax.cache.bound_layer import DifferentiableLayer
 from kvjax.cache.codecs.plain import CodecWrapper
 from kvjax.cache.codecs.prompt_adaptive import PromptAdaptiveKeys
 from kvjax.cache.components import Codec
 from kvjax.cache.method import Method
-from kvjax.cache.protocol import KVMethod, LayerSpec, Traits
+from kvjax.cache.protocol import BoundLayer, KVMethod, LayerSpec, Traits
 from kvjax.cache.readers.full import Full
-from kvjax.cache.rings import DifferentiableRing, RingLayer
 from kvjax.cache.shared_prefix import SharedPrefixMethod
 from kvjax.core import attention, memory
 from kvjax.core.attention_mass import Observation
@@ -129,11 +127,9 @@ class Differentiable:
         """The string that made the method."""
         return self.method.string
 
-    def bind(self, spec: LayerSpec) -> DifferentiableLayer | DifferentiableRing:
+    def bind(self, spec: LayerSpec) -> BoundLayer:
         """Binds the method to one layer; raises KvjaxError where it cannot serve the model."""
-        layer = _wrap_codecs(self.method).bind(spec)
-        kind = DifferentiableRing if isinstance(layer, RingLayer) else DifferentiableLayer
-        return kind(**{f.name: getattr(layer, f.name) for f in dataclasses.fields(layer)})
+        return dataclasses.replace(_wrap_codecs(self.method).bind(spec), is_differentiable=True)
 
 
 def make_differentiable(method: KVMethod) -> KVMethod:

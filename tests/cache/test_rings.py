@@ -13,7 +13,7 @@ import pytest
 import kvjax
 from kvjax import functional
 from kvjax.cache.calibration import table_file
-from kvjax.cache.rings import ROOM_TOKENS, RingLayer
+from kvjax.cache.rings import HEADROOM_TOKENS, RingLayer
 from kvjax.engine.forward import exact_logits
 from kvjax.engine.plan import bind
 from kvjax.engine.plan import specs as layer_specs
@@ -23,7 +23,7 @@ from kvjax.models.config import Config
 from kvjax.testing import full_copies, toy_model
 
 WINDOW = 5
-SLOTS = WINDOW + ROOM_TOKENS
+SLOTS = WINDOW + HEADROOM_TOKENS
 PROMPTS = [[7, 3, 9, 1, 4, 8, 2, 6, 5, 11, 13, 12], [1, 2, 3], list(range(1, 41))]  # below and beyond the ring
 EXACT = (
     "full",
@@ -196,15 +196,15 @@ def test_a_sequence_can_take_back_what_the_ring_has_room_for_and_says_so_beyond(
     whole = texts(40)
     tokens = [text[:41] for text in whole]
     last, cache = kvjax.prefill(model(), tokens, "full", capacity=100)
-    cropped = kvjax.cache_ops.crop(cache, [41 - ROOM_TOKENS] * 3)
+    cropped = kvjax.cache_ops.crop(cache, [41 - HEADROOM_TOKENS] * 3)
     logits, _ = kvjax.extend(model(), [text[25:41] for text in whole], cropped)
     np.testing.assert_allclose(logits[:, -1], last, atol=2e-5)
     with pytest.raises(KvjaxError, match="cannot give back its last 18 tokens, 17 at most.*`full \\+ in_windows`"):
         kvjax.cache_ops.crop(cache, 23)
     more = [5], [5, 6, 7], [9, 8]
     ragged = kvjax.extend(model(), more, cache)[1]
-    assert np.asarray(ragged.plan[0].max_rollback(ragged.layers[0])).tolist() == [ROOM_TOKENS, 17, ROOM_TOKENS]
-    lengths = [42 - ROOM_TOKENS, 44 - 17, 43 - ROOM_TOKENS]
+    assert np.asarray(ragged.plan[0].max_rollback(ragged.layers[0])).tolist() == [HEADROOM_TOKENS, 17, HEADROOM_TOKENS]
+    lengths = [42 - HEADROOM_TOKENS, 44 - 17, 43 - HEADROOM_TOKENS]
     back, again = kvjax.cache_ops.crop(ragged, lengths), [text + m for text, m in zip(tokens, more, strict=True)]
     logits, _ = kvjax.extend(model(), [text[n:] for text, n in zip(again, lengths, strict=True)], back)
     expected, _ = kvjax.prefill(model(), again, "full", capacity=100)

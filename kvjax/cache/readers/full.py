@@ -25,6 +25,8 @@ class Full(Reader):
 
     kernel: Literal["auto", "xla", "pallas"] = "auto"
 
+    chooses_slots = False
+
     __post_init__ = check_fields
 
     def read(
