@@ -14,7 +14,7 @@ from checkpoints_convert.families import (
     FAMILIES,
     Family,
     Table,
-    Target,
+    TargetParameter,
     TensorRule,
     find_prefixes,
     is_buffer,
@@ -36,7 +36,7 @@ class Binding:
 
     sources: tuple[str, ...]
     rule: TensorRule
-    targets: tuple[Target, ...]
+    targets: tuple[TargetParameter, ...]
     sizes: dict[str, int]  # axis letter -> size
 
     @property

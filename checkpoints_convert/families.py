@@ -26,7 +26,7 @@ Values = Mapping[str, Any]
 """A config.json with the defaults of its family."""
 
 
-class Target(NamedTuple):
+class TargetParameter(NamedTuple):
     """A parameter, and the axes that turn a source tensor into it."""
 
     path: str
@@ -46,7 +46,7 @@ class TensorRule(NamedTuple):
     """
 
     source: str
-    targets: tuple[Target, ...]
+    targets: tuple[TargetParameter, ...]
     unpack: str = ""
     unrotated: str = ""
     unless: str = ""
@@ -56,7 +56,7 @@ Table = tuple[TensorRule, ...]
 
 
 def _rule(source: str, path: str, axes: str, **how: str) -> TensorRule:
-    return TensorRule(source, (Target(path, axes),), **how)
+    return TensorRule(source, (TargetParameter(path, axes),), **how)
 
 
 LAYER, OURS = "model.layers.{i}", "layer_{i}"
@@ -128,8 +128,8 @@ LATENT = (
     TensorRule(
         f"{LAYER}.self_attn.kv_b_proj.weight",
         (
-            Target(f"{OURS}/attention/key_up", "U G R -> G U R"),
-            Target(f"{OURS}/attention/value_up", "W G R -> G W R"),
+            TargetParameter(f"{OURS}/attention/key_up", "U G R -> G U R"),
+            TargetParameter(f"{OURS}/attention/value_up", "W G R -> G W R"),
         ),
         unpack="(G Z) R -> Z G R",
     ),
@@ -156,7 +156,7 @@ JOINED_EXPERTS = (
     _rule(f"{LAYER}.mlp.gate.weight", ROUTER, "E D -> D E"),
     TensorRule(
         f"{LAYER}.mlp.experts.gate_up_proj",
-        tuple(Target(path, "E F D -> E D F") for path in GATE_AND_UP),
+        tuple(TargetParameter(path, "E F D -> E D F") for path in GATE_AND_UP),
         unpack="E (two F) D -> (two E) F D",
     ),
     _rule(f"{LAYER}.mlp.experts.down_proj", f"{OURS}/mlp/down/kernel", "E D F -> E F D"),
@@ -179,12 +179,12 @@ GPT_OSS_EXPERTS = (
     # Columns 0, 2, .. are the gate's, 1, 3, .. are those of the other half.
     TensorRule(
         f"{LAYER}.mlp.experts.gate_up_proj",
-        tuple(Target(path, "E D F -> E D F") for path in GATE_AND_UP),
+        tuple(TargetParameter(path, "E D F -> E D F") for path in GATE_AND_UP),
         unpack="E D (F two) -> (two E) D F",
     ),
     TensorRule(
         f"{LAYER}.mlp.experts.gate_up_proj_bias",
-        tuple(Target(f"{OURS}/mlp/{name}/bias", "E F -> E F") for name in ("gate", "up")),
+        tuple(TargetParameter(f"{OURS}/mlp/{name}/bias", "E F -> E F") for name in ("gate", "up")),
         unpack="E (F two) -> (two E) F",
     ),
     _rule(f"{LAYER}.mlp.experts.down_proj", f"{OURS}/mlp/down/kernel", "E F D -> E F D"),

@@ -323,16 +323,16 @@ def prefill_programs(
     if layer.needs.global_budget:
         empty_call = dataclasses.replace(call, num_slots=0)
         measure_call = arguments | {"call": empty_call}
-        yield "measure", engine_prefill._measure_prompt, measure_call, static
+        yield "measure", engine_prefill.measure_prompt, measure_call, static
         traced = jax.make_jaxpr(
-            lambda prompt, lengths: engine_prefill._measure_prompt(
+            lambda prompt, lengths: engine_prefill.measure_prompt(
                 prompt, lengths, call=empty_call, capacity=shapes.capacity, mesh=None
             ),
             return_shape=True,
         )(*jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (prompt, lengths)))[1]
         measure = jax.tree.map(shapes.layer_array, traced)
         division = jax.eval_shape(
-            lambda measures, lengths: engine_prefill._divide_budget(measures, lengths, plan=tuple(plan)),
+            lambda measures, lengths: engine_prefill.allocate_tokens(measures, lengths, layers=tuple(plan)),
             (traced,) * len(plan),
             jax.ShapeDtypeStruct((1,), jnp.int32),
         )

@@ -202,7 +202,7 @@ class BoundLayer(Protocol[State]):
         ...
 
     def num_slots(self, prompt_tokens: int, headroom_tokens: int) -> int:
-        """Slots that a prompt of this length takes, with room for `headroom_tokens` more."""
+        """Slots that a prompt of this length takes, with `headroom_tokens` more behind it."""
         ...
 
     def prefill(self, block: KVBlock, observation: Observation | None, num_slots: int) -> State:
@@ -280,7 +280,7 @@ class BudgetedLayer(Protocol):
 
         Args:
           kept_slots: for these tokens, at least `count_slots`.
-          headroom_tokens: room for tokens to come.
+          headroom_tokens: slots for tokens to come.
 
         Returns:
           The layer, and the `num_slots` of its `prefill`.
@@ -488,9 +488,13 @@ class Cache:
 
 def num_layer_slots(layer: BoundLayer, lengths: tuple[int, ...], capacity: int) -> int:
     """Slots of one layer for prompts of these lengths in a cache of `capacity` tokens per sequence."""
-    # Room is counted in multiples of 16, so that similar prompts share one compiled program.
-    room = -(-(capacity - max(lengths)) // 16) * 16
-    return min(capacity, max(layer.num_slots(n, room) for n in set(lengths)))
+    headroom_tokens = round_up_headroom(capacity - max(lengths))
+    return min(capacity, max(layer.num_slots(n, headroom_tokens) for n in set(lengths)))
+
+
+def round_up_headroom(num_tokens: int) -> int:
+    """Rounds slots for tokens to come up to a multiple of 16, so that similar prompts share one compiled program."""
+    return -(-num_tokens // 16) * 16
 
 
 def last_positions(lengths: Array, n: int) -> Array:

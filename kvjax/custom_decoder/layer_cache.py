@@ -29,7 +29,8 @@ from kvjax.engine.layer_prompt import LayerCall, LayerInputs, LayerPrompt, begin
 from kvjax.engine.modes import ChunkedPrefill, Decode, ForwardMode, FullPrefill, PromptReplay
 from kvjax.engine.plan import bind_specs
 from kvjax.engine.positions import token_positions
-from kvjax.engine.prefill import ChunkCopy, ReplayPrompts, compress_prompts, copy_chunks
+from kvjax.engine.prefill import compress_prompts
+from kvjax.engine.replay import ChunkCopy, ReplayPrompts, copy_chunks
 from kvjax.errors import KvjaxError
 from kvjax.utils import arguments
 from kvjax.utils.keywords import checks_keywords
@@ -744,7 +745,7 @@ def _compress(caches: Sequence[LayerCache]) -> list[LayerCache]:
 def _repeat_prompt(
     cache: Any, caches: Sequence[LayerCache], tokens: Array, repeat: Callable[..., Any], replay_prompts: ReplayPrompts
 ) -> Any:
-    """Runs the prompt a second time, chunk by chunk after itself; see `kvjax.engine.prefill.copy_chunks`."""
+    """Runs the prompt a second time, chunk by chunk after itself; see `kvjax.engine.replay.copy_chunks`."""
     lengths, layers = caches[0].length, [x.layer.bound for x in caches]
     # Layers with a window may repeat nothing, and keep no order.
     order = next(x.state.order for x in caches if x.layer.bound.needs.replay)

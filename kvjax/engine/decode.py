@@ -15,7 +15,7 @@ from kvjax.cache.protocol import Cache
 from kvjax.cache.reading_layer import ReadingLayer
 from kvjax.core.types import Array
 from kvjax.engine.forward import (
-    Plan,
+    BoundLayers,
     Target,
     embed,
     layer_calls,
@@ -30,12 +30,12 @@ from kvjax.models.config import Config
 from kvjax.models.decoder import Angles
 
 
-def num_draft_tokens(plan: Plan) -> int:
+def num_draft_tokens(plan: BoundLayers) -> int:
     """Number of draft tokens that follow the true token in each step (SpeCache: 1)."""
     return max(layer.needs.draft_tokens for layer in plan)
 
 
-def max_tokens_of_step(plan: Plan) -> int | None:
+def max_tokens_of_step(plan: BoundLayers) -> int | None:
     """Returns how many tokens a step may bring at most, None for any number.
 
     Layers that read another layer's cache see it after the step, when some of many tokens may have left it already.
@@ -75,7 +75,7 @@ def step(
 
 
 @functools.lru_cache(maxsize=1024)
-def _decode_calls(plan: Plan, config: Config) -> tuple[LayerCall, ...]:
+def _decode_calls(plan: BoundLayers, config: Config) -> tuple[LayerCall, ...]:
     """Returns the layers of a plan in a decode step."""
     # Layers that differ only in what they do with prompts become equal here, and share one program.
     return layer_calls(tuple(getattr(layer, "after_prompt", layer) for layer in plan), config)

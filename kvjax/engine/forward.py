@@ -27,7 +27,7 @@ from kvjax.models import decoder
 from kvjax.models.config import Config
 from kvjax.models.decoder import Angles, Decoder
 
-Plan = tuple[BoundLayer, ...]
+BoundLayers = tuple[BoundLayer, ...]
 """A method bound to each layer of a model."""
 
 
@@ -63,7 +63,8 @@ def embed_at(
 ) -> tuple[Float[Array, "B T D"], Angles]:
     """Embeds tokens at their positions, -1 for padding: hidden vectors, and the angles of RoPE."""
     pos = jnp.maximum(pos, 0)  # nothing reads the angle of padding
-    hidden, angles = _decoder(params, target.config).apply({"params": params}, tokens, pos, method=Decoder.embed)
+    outputs = _decoder(params, target.config).apply({"params": params}, tokens, pos, method=Decoder.embed)
+    hidden, angles = cast(tuple[Array, Angles], outputs)
     return constrain(hidden, "B T D", target.mesh), angles
 
 
@@ -136,26 +137,31 @@ def exact_logits(params: Any, tokens: Int32[Array, "B T"], config: Config) -> Fl
     return _decoder(params, config).apply({"params": params}, tokens, pos, attend, method=Decoder.logits)[0]
 
 
-# `apply_layer` and `apply_unembed` are traced; these are their compiled forms.
-run_layer = jax.jit(apply_layer, static_argnames=("call", "target"))
-unembed = jax.jit(apply_unembed, static_argnames="target")
-
-
 @hash_once
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """The model and mesh that a pass is compiled for, and the compiled functions; a static argument.
+    """The model and mesh that a pass is compiled for, and its compiled functions; a static argument.
 
     All callers but `kvjax.generation` and the systems above it use the default functions. JAX allows compiler options
     and donation in the outermost `jit` alone; those callers are never traced, and take functions that have them from
     `kvjax.generation.compile_options`. Targets that differ in these functions alone are equal: what is jitted over a
     target runs no layers, or is given the default ones.
+
+    Attributes:
+      config: of the model.
+      mesh: the devices that heads and sequences are split over, or None.
+      run_layer: the compiled form of `apply_layer`.
+      unembed: the compiled form of `apply_unembed`.
     """
 
     config: Config
     mesh: Mesh | None = None
-    run_layer: Callable[..., tuple[Array, Any, Any, Any]] = dataclasses.field(default=run_layer, compare=False)
-    unembed: Callable[..., Array] = dataclasses.field(default=unembed, compare=False)
+    run_layer: Callable[..., tuple[Array, Any, Any, Any]] = dataclasses.field(
+        default=jax.jit(apply_layer, static_argnames=("call", "target")), compare=False
+    )
+    unembed: Callable[..., Array] = dataclasses.field(
+        default=jax.jit(apply_unembed, static_argnames="target"), compare=False
+    )
 
 
 def run_layers(
@@ -198,7 +204,7 @@ def run_layers(
 
 
 @functools.lru_cache(maxsize=1024)
-def layer_calls(plan: Plan, config: Config, num_slots: tuple[int, ...] | None = None) -> tuple[LayerCall, ...]:
+def layer_calls(plan: BoundLayers, config: Config, num_slots: tuple[int, ...] | None = None) -> tuple[LayerCall, ...]:
     """Returns the layers of a plan in one pass; `num_slots` of each layer's state, in the modes that make one."""
     # Cached, so that equal calls are one object: every step compares them, which then ends at identity.
     sizes = num_slots or (0,) * len(plan)

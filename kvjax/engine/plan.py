@@ -9,7 +9,7 @@ from kvjax.cache.protocol import BoundLayer, KVMethod, LayerSpec, ReadableLayer
 from kvjax.cache.reading_layer import ReadingLayer
 from kvjax.core import memory
 from kvjax.core.rope import Rope
-from kvjax.engine.forward import Plan
+from kvjax.engine.forward import BoundLayers
 from kvjax.engine.straight_through import make_differentiable
 from kvjax.errors import IncompatibleMethod
 from kvjax.models.config import Config
@@ -42,12 +42,12 @@ def specs(config: Config) -> tuple[LayerSpec, ...]:
     )
 
 
-def bind(method: str | KVMethod | None, config: Config, differentiable: bool = False) -> Plan:
+def bind(method: str | KVMethod | None, config: Config, differentiable: bool = False) -> BoundLayers:
     """Binds a method, or its string, to every layer of a model; `bind_specs` of the model's own layers."""
     return bind_specs(method, specs(config), differentiable)
 
 
-def bind_specs(method: str | KVMethod | None, specs: Sequence[LayerSpec], differentiable: bool = False) -> Plan:
+def bind_specs(method: str | KVMethod | None, specs: Sequence[LayerSpec], differentiable: bool = False) -> BoundLayers:
     """Binds a method, or its string, to every layer; raises KvjaxError where it cannot serve the model.
 
     With `differentiable`, gradients pass through the stored keys and values, see `make_differentiable`.

@@ -15,17 +15,16 @@ from jax.sharding import Mesh
 from jaxtyping import Float, Float32, Int32
 
 from kvjax.cache.eviction.budget_allocation import round_up_shared
-from kvjax.cache.protocol import BoundLayer, BudgetedLayer, Cache, num_layer_slots
+from kvjax.cache.protocol import BudgetedLayer, Cache, num_layer_slots, round_up_headroom
 from kvjax.cache.reading_layer import ReadingLayer
 from kvjax.core.attention import MASKED_LOGIT
 from kvjax.core.mesh import per_device, to_numpy, vary
 from kvjax.core.types import Array
 from kvjax.engine.forward import (
-    Plan,
+    BoundLayers,
     Progress,
     Target,
     embed,
-    embed_at,
     layer_calls,
     outer_params,
     run_layers,
@@ -39,8 +38,8 @@ from kvjax.engine.layer_prompt import (
     observed_block,
     truncate_prompt,
 )
-from kvjax.engine.modes import ChunkedPrefill, FullPrefill, PromptReplay
-from kvjax.engine.positions import token_positions
+from kvjax.engine.modes import ChunkedPrefill, FullPrefill
+from kvjax.engine.replay import ReplayPrompts, replay
 from kvjax.errors import KvjaxError
 from kvjax.models.decoder import output_projection_of, sinks_of, take_tokens
 
@@ -48,15 +47,15 @@ SHORT_PROMPT_TOKENS = 512
 """Prompts up to this length compute all outputs of the last layer too, so that it reuses the other layers' compiled
 program."""
 
-ReplayPrompts = tuple[Sequence[int], Sequence[int]]
-"""Ids that come before the first and before every later chunk that the model is made to repeat (KVzip)."""
+# A program of its own, where layers are compressed one by one.
+compress = jax.jit(compress_prompt, static_argnames=("call", "capacity", "mesh"))
 
 
 def prefill(
     params: Any,
     tokens: Int32[Array, "B T"],
     lengths: Int32[Array, " B"],
-    plan: Plan,
+    plan: BoundLayers,
     target: Target,
     capacity: int,
     *,
@@ -115,24 +114,24 @@ def prefill(
     return logits, vary(Cache(states, lengths, capacity, plan, target.config, params["embedding"].dtype.name))
 
 
-def empty(plan: Plan, target: Target, batch: int, capacity: int, dtype: Any) -> Cache:
+def empty(plan: BoundLayers, target: Target, batch: int, capacity: int, dtype: Any) -> Cache:
     """Makes the cache of `batch` sequences that have no token yet; see `kvjax.functional.empty`."""
     c, lengths = target.config, jnp.zeros(batch, jnp.int32)
     num_slots = tuple(num_layer_slots(layer, (0,), capacity) for layer in plan)
     prompts, calls = [], layer_calls(plan, c, num_slots)
     for call in calls:
         prompt = empty_prompt(batch=batch, width=min(capacity, 64), dtype=dtype, call=call, target=target)
-        needs = call.layer.needs
-        if needs.output_projection and not needs.prompt_chunk:
-            shape = (1, *prompt.q.shape[1:3], prompt.v.shape[3], c.width)
-            prompt = prompt._replace(output_projection=jnp.zeros(shape, dtype))
-        if needs.replay:
-            prompt = prompt._replace(replay_scores=jnp.zeros(prompt.k.shape[:3], jnp.float32))
-        assert call.kind is not None
-        if call.kind.attention.sinks and isinstance(prompt, LayerPrompt):
-            # The parameters are not here, so that a state that keeps the sinks of its layer (`recompress`) has its
-            # shapes, and sinks that take nothing.
-            prompt = prompt._replace(sinks=jnp.full((1, *prompt.q.shape[1:3]), MASKED_LOGIT, dtype))
+        if isinstance(prompt, LayerPrompt):
+            assert call.kind is not None
+            needs, heads = call.layer.needs, prompt.q.shape[1:3]
+            projection = (1, *heads, prompt.v.shape[3], c.width)
+            # The parameters are not here. A state that keeps the sinks of its layer (`recompress`) gets its shapes, and
+            # sinks that take nothing.
+            prompt = prompt._replace(
+                output_projection=jnp.zeros(projection, dtype) if needs.output_projection else None,
+                replay_scores=jnp.zeros(prompt.k.shape[:3], jnp.float32) if needs.replay else None,
+                sinks=jnp.full((1, *heads), MASKED_LOGIT, dtype) if call.kind.attention.sinks else None,
+            )
         prompts.append(prompt)
     states = compress_prompts(prompts, lengths, calls, capacity, target.mesh, longest=0)
     return vary(Cache(states, lengths, capacity, plan, c, jnp.dtype(dtype).name))
@@ -185,82 +184,13 @@ def prefill_exactly(
     if any(call.layer.needs.replay for call in calls):
         prompts = replay(params, tokens, lengths, prompts, calls, target, replay_prompts=replay_prompts)
     prompts = list(prompts)
-    for i, layer in enumerate(call.layer for call in calls):
-        if layer.needs.output_projection and not layer.needs.prompt_chunk:
-            output_projection = output_projection_of(params[f"layer_{i}"], target.config.kind(i))
-            prompts[i] = prompts[i]._replace(output_projection=output_projection[None])
-        if isinstance(prompts[i], LayerPrompt):
-            prompts[i] = prompts[i]._replace(sinks=sinks_of(params[f"layer_{i}"]))
+    for i, (call, prompt) in enumerate(zip(calls, prompts, strict=True)):
+        if isinstance(prompt, LayerPrompt):
+            layer_params, projection = params[f"layer_{i}"], None
+            if call.layer.needs.output_projection:
+                projection = output_projection_of(layer_params, target.config.kind(i))[None]
+            prompts[i] = prompt._replace(output_projection=projection, sinks=sinks_of(layer_params))
     return hidden, prompts
-
-
-def replay(
-    params: Any,
-    tokens: Int32[Array, "B T"],
-    lengths: Int32[Array, " B"],
-    prompts: Sequence[LayerPrompt],
-    calls: Sequence[LayerCall],
-    target: Target,
-    *,
-    replay_prompts: ReplayPrompts,
-) -> tuple[LayerPrompt, ...]:
-    """Runs the prompt a second time, chunk by chunk after itself, for the scores of KVzip.
-
-    Arguments are those of `prefill_exactly`; `prompts` is its result. Returns the prompts with their `replay_scores`.
-    """
-    copies = copy_chunks(tokens, lengths, [call.layer for call in calls], replay_prompts)
-    # No slots are made here, so that prompts of all sizes share one program.
-    calls, outer = [dataclasses.replace(call, num_slots=0) for call in calls], outer_params(params)
-    prompts = tuple(
-        prompt._replace(replay_scores=jnp.zeros(prompt.k.shape[:3], jnp.float32)) if call.layer.needs.replay else prompt
-        for call, prompt in zip(calls, prompts, strict=True)
-    )
-    for copy in copies:
-        hidden, angles = embed_at(outer, copy.tokens, copy.pos, target=target)
-        mode = PromptReplay(copy.start, copy.pos, lengths)
-        _, prompts = run_layers(params, hidden, angles, mode, calls, prompts, target=target)
-    return prompts
-
-
-class ChunkCopy(NamedTuple):
-    """The tokens with which the model repeats one chunk of the prompts; they follow the whole prompts."""
-
-    start: np.int32  # the chunk's first position in the prompts
-    tokens: Int32[Array, "B W"]  # an instruction, the tokens that lead up to the chunk, the chunk
-    pos: Int32[Array, "B W"]  # -1 for padding, and in sequences that end before the chunk
-
-
-def copy_chunks(
-    tokens: Int32[Array, "B T"],
-    lengths: Int32[Array, " B"],
-    layers: Sequence[BoundLayer],
-    replay_prompts: ReplayPrompts,
-) -> list[ChunkCopy]:
-    """Copies the prompts chunk by chunk, for methods that score tokens by how the model repeats them (KVzip).
-
-    Args:
-      tokens: of the prompts, padded on the right.
-      lengths: of the prompts.
-      layers: of the model, whose `Needs.replay` says how long the chunks are.
-      replay_prompts: see `ReplayPrompts`.
-
-    Raises:
-      KvjaxError: layers that ask for unlike copies, or do not read the whole prompt first.
-    """
-    replays = {layer.needs.replay for layer in layers} - {None}
-    if len(replays) != 1 or any(layer.needs.prompt_chunk for layer in layers):
-        raise KvjaxError("all layers repeat the prompt in one way, and read it whole before; use one method for all")
-    (settings,) = replays
-    assert settings is not None
-    T, chunk, lead = tokens.shape[1], settings.chunk_tokens, settings.lead_tokens
-    # Copies are padded to one width, so that all of them share one program.
-    width, copies = max(map(len, replay_prompts)) + lead + min(chunk, T), []
-    for start in range(0, T, chunk):
-        instruction, first = np.asarray(replay_prompts[min(start, 1)], np.int32), max(start - lead, 0)
-        copied = tokens[:, first : start + chunk]
-        copy, pos = _copy_chunk(copied, lengths, instruction, np.int32(start), np.int32(first), width=width)
-        copies.append(ChunkCopy(np.int32(start), copy, pos))
-    return copies
 
 
 def compress_prompts(
@@ -285,45 +215,71 @@ def compress_prompts(
     Returns:
       The cache state of each layer.
     """
-    plan = tuple(call.layer for call in calls)
-    num_kept: list[Any] = [None] * len(plan)
-    measures: list[Any] = [None] * len(plan)
-    if shared := [i for i, layer in enumerate(plan) if layer.needs.global_budget]:
-        calls = list(calls)
-        budgeted = _budgeted_layers(plan, shared)
-        measured = measure_layers([prompts[i] for i in shared], lengths, [calls[i] for i in shared], capacity, mesh)
-        division = _divide_budget(tuple(measured), lengths, plan=budgeted)
-        if isinstance(division, Tracer):
-            # Under a transformation nobody knows what a layer will keep, so each has slots for the whole prompt.
-            longest_prompt = min(prompts[0].k.shape[2], capacity) if longest is None else longest
-            at_most = np.full(division.shape, longest_prompt)
-        else:
-            division = at_most = to_numpy(division)
-            longest_prompt = int(to_numpy(lengths).max())
-        headroom_tokens = -(-(capacity - longest_prompt) // 16) * 16  # in multiples, as in `num_layer_slots`
-        needed = [layer.count_slots(num_tokens) for layer, num_tokens in zip(budgeted, at_most, strict=True)]
-        for i, layer, num_needed, kept, measure in zip(shared, budgeted, needed, division, measured, strict=True):
-            kept_slots = round_up_shared(num_needed, sum(needed) // len(needed), longest_prompt)
-            resized, num_slots = layer.resize(kept_slots, headroom_tokens)
-            calls[i] = dataclasses.replace(calls[i], layer=resized, num_slots=min(capacity, num_slots))
-            num_kept[i], measures[i] = kept, measure
+    parts = [BudgetPart()] * len(calls)
+    if any(call.layer.needs.global_budget for call in calls):
+        calls, parts = _divide_budget(prompts, lengths, calls, capacity, mesh, longest)
     states: list[Any] = []
     below = None
     while prompts:
         # A layer's exact keys and values are dropped as soon as no other layer has to see them.
-        i, prompt = len(states), prompts.pop(0)
-        needs = calls[i].layer.needs
-        if needs.paired_layer:
-            other = prompts[0] if needs.paired_layer > 0 else below  # the layer above or below (MiniCache)
+        call, part, prompt = calls[len(states)], parts.pop(0), prompts.pop(0)
+        paired_layer = call.layer.needs.paired_layer
+        if paired_layer:
+            other = prompts[0] if paired_layer > 0 else below  # the layer above or below (MiniCache)
             assert other is not None
             prompt = prompt._replace(paired=(other.k, other.v))
-        below = prompt if prompts and calls[i + 1].layer.needs.paired_layer < 0 else None
+        below = prompt if prompts and calls[len(states) + 1].layer.needs.paired_layer < 0 else None
         if isinstance(prompt, LayerPrompt):  # else a cache state already: fed through its method, or without tokens
-            division = num_kept[i], measures[i]
-            prompt = compress(prompt, lengths, *division, call=calls[i], capacity=capacity, mesh=mesh)
-        measures[i] = None
+            prompt = compress(call, prompt, lengths, capacity, mesh, *part)
         states.append(prompt)
     return tuple(states)
+
+
+class BudgetPart(NamedTuple):
+    """A layer's part of a budget that all layers divide (CAKE); None in a layer that divides none."""
+
+    num_kept: Int32[Array, " B"] | Int32[Array, "B K"] | None = None  # tokens of the layer, or of each of its heads
+    measure: Any = None  # what the layer has measured of the prompt
+
+
+def _divide_budget(
+    prompts: Sequence[LayerPrompt | Any],
+    lengths: Int32[Array, " B"],
+    calls: Sequence[LayerCall],
+    capacity: int,
+    mesh: Mesh | None,
+    longest: int | None,
+) -> tuple[list[LayerCall], list[BudgetPart]]:
+    """Divides one budget among the layers that ask for it, by what each of them measures of its prompt.
+
+    Arguments are those of `compress_prompts`. Returns the calls with the slots that each layer needs, and the parts.
+    """
+    if not all(isinstance(call.layer, BudgetedLayer | ReadingLayer) for call in calls):
+        raise KvjaxError(
+            "some layers divide a budget among all, which takes the members of kvjax.cache.protocol.BudgetedLayer in "
+            "every layer; use one method for all, or write these members"
+        )
+    calls, parts = list(calls), [BudgetPart()] * len(calls)
+    shared = [i for i, call in enumerate(calls) if call.layer.needs.global_budget]
+    layers = tuple(cast(BudgetedLayer, calls[i].layer) for i in shared)
+    measures = measure_layers([prompts[i] for i in shared], lengths, [calls[i] for i in shared], capacity, mesh)
+    num_kept = most_kept = allocate_tokens(tuple(measures), lengths, layers=layers)
+    if isinstance(num_kept, Tracer):
+        # Under a transformation nobody knows what a layer will keep, so each has slots for the whole prompt.
+        num_tokens = min(prompts[0].k.shape[2], capacity) if longest is None else longest
+        most_kept = np.full(num_kept.shape, num_tokens)
+    else:
+        num_kept = most_kept = to_numpy(num_kept)
+        num_tokens = int(to_numpy(lengths).max())
+    headroom_tokens = round_up_headroom(capacity - num_tokens)
+    kept_slots = [layer.count_slots(tokens) for layer, tokens in zip(layers, most_kept, strict=True)]
+    for i, layer, slots in zip(shared, layers, kept_slots, strict=True):
+        slots = round_up_shared(slots, sum(kept_slots) // len(kept_slots), num_tokens)
+        resized, num_slots = layer.resize(slots, headroom_tokens)
+        calls[i] = dataclasses.replace(calls[i], layer=resized, num_slots=min(capacity, num_slots))
+    for i, kept, measure in zip(shared, num_kept, measures, strict=True):
+        parts[i] = BudgetPart(kept, measure)
+    return calls, parts
 
 
 def measure_layers(
@@ -335,7 +291,7 @@ def measure_layers(
 ) -> list[Any]:
     """Measures every layer's prompt, for a budget that all layers share (CAKE): for each layer arrays [B ..]."""
     return [
-        _measure_prompt(prompt, lengths, call=dataclasses.replace(call, num_slots=0), capacity=capacity, mesh=mesh)
+        measure_prompt(prompt, lengths, call=dataclasses.replace(call, num_slots=0), capacity=capacity, mesh=mesh)
         for call, prompt in zip(calls, prompts, strict=True)
     ]
 
@@ -343,16 +299,6 @@ def measure_layers(
 def stack_measures(measures: Sequence[Any]) -> Any:
     """Stacks the measures of all layers: arrays [L B ..]."""
     return jax.tree.map(lambda *layers: jnp.stack(layers), *measures)
-
-
-def _budgeted_layers(plan: Sequence[BoundLayer], shared: Sequence[int]) -> tuple[BudgetedLayer, ...]:
-    """The layers that divide a budget, by their indices in the plan."""
-    if not all(isinstance(layer, BudgetedLayer) for layer in plan if not isinstance(layer, ReadingLayer)):
-        raise KvjaxError(
-            "some layers divide a budget among all, which takes the members of kvjax.cache.protocol.BudgetedLayer in "
-            "every layer; use one method for all, or write these members"
-        )
-    return tuple(cast(BudgetedLayer, plan[i]) for i in shared)
 
 
 @functools.partial(jax.jit, static_argnames=("batch", "width", "dtype", "call", "target"))
@@ -370,48 +316,16 @@ def empty_prompt(batch: int, width: int, dtype: Any, call: LayerCall, target: Ta
 
 
 @functools.partial(jax.jit, static_argnames=("call", "capacity", "mesh"))
-def _measure_prompt(prompt: LayerPrompt, lengths: Array, call: LayerCall, capacity: int, mesh: Mesh | None) -> Any:
+def measure_prompt(prompt: LayerPrompt, lengths: Array, call: LayerCall, capacity: int, mesh: Mesh | None) -> Any:
     layer = cast(BudgetedLayer, call.layer)
     measure = per_device(layer.measure, *prompt.k.shape[:2], mesh=mesh)
     return measure(*observed_block(call.layer, truncate_prompt(call.layer, prompt, capacity), lengths))
 
 
-@functools.partial(jax.jit, static_argnames="plan")
-def _divide_budget(measures: tuple[Any, ...], lengths: Array, plan: tuple[BudgetedLayer, ...]) -> Array:
+@functools.partial(jax.jit, static_argnames="layers")
+def allocate_tokens(measures: tuple[Any, ...], lengths: Array, layers: tuple[BudgetedLayer, ...]) -> Array:
     # Stacked in the program, which leaves out what the division does not read: the scores of all tokens.
-    return plan[0].divide_budget(stack_measures(measures), lengths)
-
-
-@functools.partial(jax.jit, static_argnames=("call", "capacity", "mesh"))
-def compress(
-    prompt: LayerPrompt,
-    lengths: Int32[Array, " B"],
-    num_kept: Int32[Array, " B"] | Int32[Array, "B K"] | None,
-    measure: Any,
-    call: LayerCall,
-    capacity: int,
-    mesh: Mesh | None,
-) -> Any:
-    """Turns one layer's exact prompt into its cache state, as a program of its own."""
-    return compress_prompt(call, prompt, lengths, capacity, mesh, num_kept, measure)
-
-
-@functools.partial(jax.jit, static_argnames="width")
-def _copy_chunk(
-    copied: Int32[Array, "B C"],
-    lengths: Int32[Array, " B"],
-    instruction: Int32[Array, " I"],
-    start: Int32[Array, ""],
-    first: Int32[Array, ""],
-    width: int,
-) -> tuple[Int32[Array, "B {width}"], Int32[Array, "B {width}"]]:
-    """Returns the tokens of a copy and their positions; `copied` are the prompts' tokens from `first` on."""
-    B, C = copied.shape
-    copy = jnp.concatenate([jnp.broadcast_to(instruction, (B, len(instruction))), copied], 1)
-    copy = jnp.pad(copy, [(0, 0), (0, width - copy.shape[1])])
-    num_tokens = jnp.where(lengths > start, len(instruction) + jnp.clip(lengths - first, 0, C), 0)
-    pos = token_positions(copy, num_tokens)
-    return copy, jnp.where(pos >= 0, lengths[:, None] + pos, -1)
+    return layers[0].divide_budget(stack_measures(measures), lengths)
 
 
 @jax.jit

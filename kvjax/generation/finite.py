@@ -25,7 +25,7 @@ from kvjax.core.attention import causal_attention
 from kvjax.core.mesh import to_numpy
 from kvjax.core.types import Array, pytree
 from kvjax.engine import decode
-from kvjax.engine.forward import Plan, Target, apply_layer, embed, layer_calls, outer_params, run_layers
+from kvjax.engine.forward import BoundLayers, Target, apply_layer, embed, layer_calls, outer_params, run_layers
 from kvjax.engine.layer_prompt import LayerCall, LayerInputs
 from kvjax.engine.modes import ForwardMode
 from kvjax.engine.prefill import take_last
@@ -167,7 +167,7 @@ def _find_place(model: Model, ids: Sequence[int], cache: Cache | None) -> str | 
     else:
         tokens, lengths = (jnp.asarray(x) for x in pad([ids]))
         outer, nothing = outer_params(model.auto_params), (None,) * num_layers
-        calls = layer_calls(cast(Plan, (None,) * num_layers), model.config)
+        calls = layer_calls(cast(BoundLayers, (None,) * num_layers), model.config)
         hidden, angles, pos = embed(outer, tokens, None, lengths, target=target)
         mode = ExactPass(pos)
         hidden, _ = run_layers(model.auto_params, hidden, angles, mode, calls, nothing, target=target)

@@ -14,7 +14,7 @@ from jax.core import Tracer
 from kvjax.cache.protocol import Cache, KVMethod
 from kvjax.core.mesh import check_divides, is_shared, named_sharding, put, to_numpy
 from kvjax.core.types import Array
-from kvjax.engine.forward import Plan
+from kvjax.engine.forward import BoundLayers
 from kvjax.engine.plan import bind
 from kvjax.errors import KvjaxError, OtherWeights, TracedCall
 from kvjax.models.model import Model
@@ -42,7 +42,7 @@ def place(model: Model, x: np.ndarray, axes: str) -> Array:
     return put(np.asarray(x), named_sharding(axes, mesh))
 
 
-def require_same_call(model: Model, plan: Plan, ids: Sequence[Sequence[int]], **what: Any) -> None:
+def require_same_call(model: Model, plan: BoundLayers, ids: Sequence[Sequence[int]], **what: Any) -> None:
     """Raises KvjaxError, in all processes that share the model's mesh, unless they are about to compute the same.
 
     Each of them would otherwise wait for others that never come. `what` is further values by name.

@@ -18,7 +18,7 @@ from kvjax.core.attention_mass import Observation
 from kvjax.core.memory import array_bytes
 from kvjax.core.step_bytes import StepBytes
 from kvjax.core.types import KVBlock
-from kvjax.engine.forward import Plan, layer_calls
+from kvjax.engine.forward import BoundLayers, layer_calls
 from kvjax.engine.layer_prompt import LayerCall
 from kvjax.engine.plan import bind
 from kvjax.errors import KvjaxError
@@ -181,7 +181,7 @@ def planned_layers(
     return PlannedLayers(config, dtype.name, states)
 
 
-def count_layers(plan: Plan, config: Config, prompt: int, capacity: int) -> collections.Counter[LayerCall]:
+def count_layers(plan: BoundLayers, config: Config, prompt: int, capacity: int) -> collections.Counter[LayerCall]:
     """Counts equal layers after prompts of `prompt` tokens: bound layer, slots and kind -> number of layers."""
     num_slots = tuple(num_layer_slots(layer, (prompt,), capacity) for layer in plan)
     sources = [layer.source if isinstance(layer, ReadingLayer) else layer for layer in plan]

@@ -17,7 +17,7 @@ from kvjax.core.mesh import to_numpy
 from kvjax.core.types import Array
 from kvjax.engine import decode as engine_decode
 from kvjax.engine import prefill as engine_prefill
-from kvjax.engine.forward import Plan, Progress, exact_logits
+from kvjax.engine.forward import BoundLayers, Progress, exact_logits
 from kvjax.engine.plan import bind
 from kvjax.errors import KvjaxError
 from kvjax.generation import user_warnings
@@ -139,7 +139,7 @@ def model_for(model: Model, ids: Sequence[Sequence[int]], num_tokens: int) -> Mo
 
 def run_prompts(
     model: Model,
-    plan: Plan,
+    plan: BoundLayers,
     ids: Sequence[Sequence[int]],
     capacity: int,
     *,
@@ -197,7 +197,7 @@ def run_prompts(
     return last, dataclasses.replace(cache, weights=model.fingerprint)
 
 
-def replay_prompts(model: Model, plan: Plan) -> tuple[list[int], list[int]]:
+def replay_prompts(model: Model, plan: BoundLayers) -> tuple[list[int], list[int]]:
     """Encodes the texts that come before the first and before every later chunk that the model repeats (KVzip)."""
     replay = next((layer.needs.replay for layer in plan if layer.needs.replay), None)
     if replay is None or model.tokenizer is None:

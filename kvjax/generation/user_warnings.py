@@ -9,7 +9,7 @@ from kvjax.cache.accounting import CacheBytes
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import KVMethod
 from kvjax.cache.readers.full import Full
-from kvjax.engine.forward import Plan
+from kvjax.engine.forward import BoundLayers
 from kvjax.errors import KvjaxWarning
 from kvjax.models.config import Config
 from kvjax.models.model import Model
@@ -17,7 +17,7 @@ from kvjax.registry.strings import name_of
 from kvjax.utils.keywords import caller_level
 
 
-def warn_of_positions(model: Model, plan: Plan, used: int, more: int) -> None:
+def warn_of_positions(model: Model, plan: BoundLayers, used: int, more: int) -> None:
     """Warns where `more` tokens after `used` ones are the first beyond the positions that the model was trained on."""
     limit, ropes = model.config.max_positions, model.config.ropes
     # A prompt keeps its own positions, unless the method reads it in chunks.

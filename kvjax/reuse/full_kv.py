@@ -13,7 +13,7 @@ from kvjax.cache.protocol import Cache, EditableLayer, KVMethod, Needs, num_laye
 from kvjax.cache.rings import RingLayer
 from kvjax.core.mesh import to_numpy
 from kvjax.core.types import Array
-from kvjax.engine.forward import Plan, layer_calls, outer_params
+from kvjax.engine.forward import BoundLayers, layer_calls, outer_params
 from kvjax.engine.layer_prompt import LayerPrompt, select_queries
 from kvjax.engine.plan import bind
 from kvjax.engine.prefill import compress_prompts, prefill_exactly
@@ -126,12 +126,12 @@ def read_exactly(
     tokens, lengths = pad(ids, width)
     require_same_call(model, (), ids, width=width)
     lengths = place(model, lengths, "B")
-    last, prompts = observe_prompts(model, cast(Plan, plan), place(model, tokens, "B T"), lengths)
+    last, prompts = observe_prompts(model, cast(BoundLayers, plan), place(model, tokens, "B T"), lengths)
     check_logits(model, last, ids)
     return FullKV(model, tuple(prompts), lengths, last, ids)
 
 
-def observe_prompts(model: Model, plan: Plan, tokens: Array, lengths: Array) -> tuple[Array, list[LayerPrompt]]:
+def observe_prompts(model: Model, plan: BoundLayers, tokens: Array, lengths: Array) -> tuple[Array, list[LayerPrompt]]:
     """Runs prompts i32[B T] in full attention and keeps what each layer of a plan observes.
 
     Returns:

@@ -9,7 +9,7 @@ import pytest
 
 import kvjax
 from kvjax.cache.method import Method
-from kvjax.engine.forward import Target, layer_calls, run_layer
+from kvjax.engine.forward import Target, layer_calls
 from kvjax.engine.modes import FullPrefill
 from kvjax.engine.plan import bind
 from kvjax.errors import IncompatibleMethod, KvjaxError
@@ -104,7 +104,8 @@ def test_accumulated_attention_never_holds_queries_times_keys():
     angles = jnp.zeros((1, T, c.kind(0).attention.head_dim // 2))
     arguments = model.params["layer_0"], jnp.zeros((1, T, c.width)), ((angles, angles),)
     mode = FullPrefill(jnp.array([T], jnp.int32), T, None)
-    program = run_layer.lower(*arguments, mode, None, None, call=call, target=Target(c)).compile()
+    target = Target(c)
+    program = target.run_layer.lower(*arguments, mode, None, None, call=call, target=target).compile()
     stats = program.memory_analysis()
     assert stats.temp_size_in_bytes < 4 * T * T
 

@@ -16,7 +16,7 @@ import kvjax
 from kvjax.cache.protocol import BoundLayer, LayerSpec, Needs, Replay, Traits
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import KVBlock
-from kvjax.engine import prefill
+from kvjax.engine import replay
 from kvjax.generation.inputs import pad
 from kvjax.generation.model_calls import replay_prompts
 from kvjax.methods.kvzip import ReplayAttention
@@ -153,7 +153,7 @@ def test_each_piece_is_repeated_behind_the_instruction_and_the_tokens_before_it(
 
     copies = [
         [row[at >= 0].tolist() for row, at in zip(np.asarray(copy.tokens), np.asarray(copy.pos), strict=True)]
-        for copy in prefill.copy_chunks(tokens, lengths, (Repeats(),), texts)
+        for copy in replay.copy_chunks(tokens, lengths, (Repeats(),), texts)
     ]
     assert copies[0] == [[90, 1, 2, 3, 4], [90, 7, 3], [90, 5, 3, 1, 60]]
     assert copies[1] == [[91, 92, 3, 4, 5, 6, 7, 8], [], [91, 92, 1, 60, 61, 62, 63]]

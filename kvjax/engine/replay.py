@@ -1,0 +1,111 @@
+"""The second pass over a prompt that some methods ask for: the model repeats it, chunk by chunk (KVzip)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int32
+
+from kvjax.cache.protocol import BoundLayer
+from kvjax.core.types import Array
+from kvjax.engine.forward import Target, embed_at, outer_params, run_layers
+from kvjax.engine.layer_prompt import LayerCall, LayerPrompt
+from kvjax.engine.modes import PromptReplay
+from kvjax.engine.positions import token_positions
+from kvjax.errors import KvjaxError
+
+ReplayPrompts = tuple[Sequence[int], Sequence[int]]
+"""Ids that come before the first and before every later chunk that the model is made to repeat (KVzip)."""
+
+
+def replay(
+    params: Any,
+    tokens: Int32[Array, "B T"],
+    lengths: Int32[Array, " B"],
+    prompts: Sequence[LayerPrompt],
+    calls: Sequence[LayerCall],
+    target: Target,
+    *,
+    replay_prompts: ReplayPrompts,
+) -> tuple[LayerPrompt, ...]:
+    """Runs the prompt a second time, chunk by chunk after itself, for the scores of KVzip.
+
+    Arguments are those of `prefill_exactly`; `prompts` is its result. Returns the prompts with their `replay_scores`.
+    """
+    copies = copy_chunks(tokens, lengths, [call.layer for call in calls], replay_prompts)
+    # No slots are made here, so that prompts of all sizes share one program.
+    calls, outer = [dataclasses.replace(call, num_slots=0) for call in calls], outer_params(params)
+    prompts = tuple(
+        prompt._replace(replay_scores=jnp.zeros(prompt.k.shape[:3], jnp.float32)) if call.layer.needs.replay else prompt
+        for call, prompt in zip(calls, prompts, strict=True)
+    )
+    for copy in copies:
+        hidden, angles = embed_at(outer, copy.tokens, copy.pos, target=target)
+        mode = PromptReplay(copy.start, copy.pos, lengths)
+        _, prompts = run_layers(params, hidden, angles, mode, calls, prompts, target=target)
+    return prompts
+
+
+class ChunkCopy(NamedTuple):
+    """The tokens with which the model repeats one chunk of the prompts; they follow the whole prompts."""
+
+    start: np.int32  # the chunk's first position in the prompts
+    tokens: Int32[Array, "B W"]  # an instruction, the tokens that lead up to the chunk, the chunk
+    pos: Int32[Array, "B W"]  # -1 for padding, and in sequences that end before the chunk
+
+
+def copy_chunks(
+    tokens: Int32[Array, "B T"],
+    lengths: Int32[Array, " B"],
+    layers: Sequence[BoundLayer],
+    replay_prompts: ReplayPrompts,
+) -> list[ChunkCopy]:
+    """Copies the prompts chunk by chunk, for methods that score tokens by how the model repeats them (KVzip).
+
+    Args:
+      tokens: of the prompts, padded on the right.
+      lengths: of the prompts.
+      layers: of the model, whose `Needs.replay` says how long the chunks are.
+      replay_prompts: see `ReplayPrompts`.
+
+    Raises:
+      KvjaxError: layers that ask for unlike copies, or do not read the whole prompt first.
+    """
+    replays = {layer.needs.replay for layer in layers} - {None}
+    if len(replays) != 1 or any(layer.needs.prompt_chunk for layer in layers):
+        raise KvjaxError("all layers repeat the prompt in one way, and read it whole before; use one method for all")
+    (settings,) = replays
+    assert settings is not None
+    T, chunk, lead = tokens.shape[1], settings.chunk_tokens, settings.lead_tokens
+    # Copies are padded to one width, so that all of them share one program.
+    width, copies = max(map(len, replay_prompts)) + lead + min(chunk, T), []
+    for start in range(0, T, chunk):
+        instruction, first = np.asarray(replay_prompts[min(start, 1)], np.int32), max(start - lead, 0)
+        copied = tokens[:, first : start + chunk]
+        copy, pos = _copy_chunk(copied, lengths, instruction, np.int32(start), np.int32(first), width=width)
+        copies.append(ChunkCopy(np.int32(start), copy, pos))
+    return copies
+
+
+@functools.partial(jax.jit, static_argnames="width")
+def _copy_chunk(
+    copied: Int32[Array, "B C"],
+    lengths: Int32[Array, " B"],
+    instruction: Int32[Array, " I"],
+    start: Int32[Array, ""],
+    first: Int32[Array, ""],
+    width: int,
+) -> tuple[Int32[Array, "B {width}"], Int32[Array, "B {width}"]]:
+    """Returns the tokens of a copy and their positions; `copied` are the prompts' tokens from `first` on."""
+    B, C = copied.shape
+    copy = jnp.concatenate([jnp.broadcast_to(instruction, (B, len(instruction))), copied], 1)
+    copy = jnp.pad(copy, [(0, 0), (0, width - copy.shape[1])])
+    num_tokens = jnp.where(lengths > start, len(instruction) + jnp.clip(lengths - first, 0, C), 0)
+    pos = token_positions(copy, num_tokens)
+    return copy, jnp.where(pos >= 0, lengths[:, None] + pos, -1)
