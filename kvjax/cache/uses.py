@@ -1,8 +1,7 @@
-"""Uses of a layer's cache beyond its own sequences, and the components that rule them out."""
+"""Uses of a layer's cache beyond its own sequences, and the components that rule them out: one table for each use."""
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 from kvjax.errors import IncompatibleMethod
@@ -20,7 +19,10 @@ class Use(NamedTuple):
     def check(self, components: Any) -> None:
         """Raises IncompatibleMethod for `Components` of which one rules out this use."""
         for name, path, reason in self.refusals:
-            if functools.reduce(lambda x, attribute: getattr(x, attribute, None), path.split("."), components):
+            cause = components
+            for attribute in path.split("."):
+                cause = None if cause is None else getattr(cause, attribute)  # a method need not have each component
+            if cause:
                 component = f"component `{name}`, {type(getattr(components, name)).__name__},"
                 raise IncompatibleMethod(self.error.format(component=component, reason=reason))
 
