@@ -6,6 +6,7 @@ Bound layers that do the same are then equal values, and share their compiled pr
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 from kvjax.cache.protocol import LayerSpec
@@ -33,12 +34,17 @@ def bind_component(component: Any, spec: LayerSpec) -> Any:
 
 def bind_fields(component: Any, spec: LayerSpec) -> Any:
     """Resolves each field of a dataclass or element of a tuple; returns the value itself where none changes."""
+    return map_fields(lambda x: bind_component(x, spec), component)
+
+
+def map_fields(change: Callable[[Any], Any], component: Any) -> Any:
+    """Changes each field of a dataclass or element of a tuple; returns the value itself where none changes."""
     if type(component) is tuple:
-        parts = tuple(bind_component(x, spec) for x in component)
+        parts = tuple(map(change, component))
         return parts if any(new is not old for new, old in zip(parts, component, strict=True)) else component
     if not dataclasses.is_dataclass(component) or isinstance(component, type):
         return component
     old = {f.name: getattr(component, f.name) for f in dataclasses.fields(component) if f.init}
-    new = {name: bind_component(value, spec) for name, value in old.items()}
+    new = {name: change(value) for name, value in old.items()}
     changed = {name: value for name, value in new.items() if value is not old[name]}
     return dataclasses.replace(component, **changed) if changed else component

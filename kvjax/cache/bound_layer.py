@@ -30,13 +30,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache import uses
 from kvjax.cache.chunked_extend import extend_in_chunks, extend_token_by_token
 from kvjax.cache.components import Codec, Components, KVStorage, PromptSelection, ReadResult, Slots
 from kvjax.cache.eviction.decode_policy import check_policy_result
 from kvjax.cache.eviction.selection import apply_selection
 from kvjax.cache.protocol import LayerSpec, LayerState, Needs, StepResult
 from kvjax.cache.token_status import relative_error
+from kvjax.cache.uses import EDIT, ROLLBACK, Use
 from kvjax.core import memory
 from kvjax.core.attention import attend_dense, combine, log_sum_exp, merge, weight_share
 from kvjax.core.attention_mass import Observation
@@ -408,6 +408,10 @@ class MethodLayer:
             total = {kind: size + every[kind] - filled[kind] for kind, size in total.items()}
         return total
 
+    def check_use(self, use: Use) -> None:
+        """See `ShareableLayer` and `ReadableLayer`."""
+        use.check(self.method)
+
     def step_bytes(self, state: LayerState) -> StepBytes:
         """`MeteredLayer.step_bytes`: the sum of what the components say."""
         total = self.read_bytes(state)
@@ -418,7 +422,7 @@ class MethodLayer:
 
     def max_rollback(self, state: LayerState) -> Array:
         """`RewindableLayer.max_rollback`: the tokens after the last group that a codec has quantized for good."""
-        uses.ROLLBACK.check(self.method)
+        self.check_use(ROLLBACK)
         assert state.n is not None  # as without a policy
         committed = [codec.num_committed(x, state.n) for codec, x in ((self.k, state.k), (self.v, state.v))]
         return state.n - jnp.maximum(*committed)
@@ -440,7 +444,7 @@ class MethodLayer:
     @packs
     def append_block(self, state: LayerState, block: KVBlock) -> LayerState:
         """`EditableLayer.append_block`."""
-        uses.EDIT.check(self.method)
+        self.check_use(EDIT)
         # Sequences of unequal length end in different slots: only a write on the device drops what lies beyond.
         appended = self._append(memory.map_buffers(memory.to_device, state), block.clean())
         return memory.map_buffers(lambda new, old: memory.to_host(new) if old.host else new, appended, state)
@@ -472,10 +476,6 @@ class MethodLayer:
             part = self.partial(state, q, q_pos, outside)
         return merge([part] if outside is None else [part, outside])
 
-    def check_readable(self) -> None:
-        """`ReadableLayer.check_readable`: what is read does not depend on who has read before."""
-        uses.READ_BY_OTHER_LAYERS.check(self.method)
-
     def reconstruction_error(self, state: LayerState, exact: KVBlock) -> tuple[Array, Array]:
         """`InspectableLayer.reconstruction_error`: of the slots, then of the side store."""
         expected = gather_tokens(exact, state.pos)
@@ -491,14 +491,6 @@ class MethodLayer:
         else:
             other_keys, other_values = relative_error(read.k, expected.k), relative_error(read.v, expected.v)
         return jnp.concatenate([keys, other_keys], 2), jnp.concatenate([values, other_values], 2)
-
-    def check_shared(self) -> None:
-        """`ShareableLayer.check_shared`: a prefix is read in full, and stays as it is."""
-        uses.SHARED_BY_SEQUENCES.check(self.method)
-
-    def check_with_prefix(self) -> None:
-        """`ShareableLayer.check_with_prefix`: a sequence's own tokens stand at true positions and are seen whole."""
-        uses.AFTER_SHARED_PREFIX.check(self.method)
 
 
 def _without_sums(observation: Observation | None) -> Observation | None:

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from kvjax.cache.uses import Use
 from kvjax.core.attention import PLAIN, AttentionPattern, Rule
 from kvjax.core.attention_mass import Observation
 from kvjax.core.rope import Rope
@@ -346,12 +347,8 @@ class ShareableLayer(BoundLayer[State], Protocol[State]):
         """Attends queries [B K G T H] at q_pos i32[B T] to a state without adding to it."""
         ...
 
-    def check_shared(self) -> None:
-        """Raises IncompatibleMethod unless `partial` can be asked for."""
-        ...
-
-    def check_with_prefix(self) -> None:
-        """Raises IncompatibleMethod unless the layer can follow a prefix, whose attention is `outside`."""
+    def check_use(self, use: Use) -> None:
+        """Raises IncompatibleMethod, with the remedy, if `partial` cannot be asked for, or the layer cannot follow."""
         ...
 
 
@@ -359,7 +356,7 @@ class ShareableLayer(BoundLayer[State], Protocol[State]):
 class ReadableLayer(BoundLayer[State], Protocol[State]):
     """A layer whose state is also read by layers above that have no keys and values of their own."""
 
-    def check_readable(self) -> None:
+    def check_use(self, use: Use) -> None:
         """Raises IncompatibleMethod, with the remedy, unless other layers can read the state."""
         ...
 

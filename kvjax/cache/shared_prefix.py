@@ -26,6 +26,7 @@ from kvjax.cache.protocol import (
 )
 from kvjax.cache.readers.query_blocks import map_query_blocks
 from kvjax.cache.sequences import concat_sequences, missing_ability, take_sequences
+from kvjax.cache.uses import AFTER_SHARED_PREFIX, SHARED_BY_SEQUENCES, Use
 from kvjax.core import memory
 from kvjax.core.attention import MASKED_LOGIT, attend_dense, combine, log_sum_exp, merge
 from kvjax.core.attention_mass import Observation
@@ -230,13 +231,9 @@ class SharedPrefixLayer:
         """`EditableLayer.append_block`."""
         return dataclasses.replace(state, own=self._editable.append_block(state.own, block))
 
-    def check_shared(self) -> None:
-        """Raises IncompatibleMethod unless other sequences' queries can read the own tokens too."""
-        self.own.check_shared()
-
-    def check_with_prefix(self) -> None:
-        """Raises IncompatibleMethod unless the sequences' own method can follow a prefix."""
-        self.own.check_with_prefix()
+    def check_use(self, use: Use) -> None:
+        """`ShareableLayer.check_use`: the sequences' own method decides."""
+        self.own.check_use(use)
 
     @property
     def _editable(self) -> EditableLayer:
@@ -275,8 +272,8 @@ class SharedPrefixMethod:
         if not isinstance(prefix, ShareableLayer) or not isinstance(own, ShareableLayer):
             name = type(own if isinstance(prefix, ShareableLayer) else prefix).__name__
             raise IncompatibleMethod(f"{name} cannot be read together with other tokens; use a kvjax.Method")
-        prefix.check_shared()
-        own.check_with_prefix()
+        prefix.check_use(SHARED_BY_SEQUENCES)
+        own.check_use(AFTER_SHARED_PREFIX)
         return SharedPrefixLayer(prefix, own)
 
 

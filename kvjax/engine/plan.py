@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from kvjax.cache.protocol import BoundLayer, KVMethod, LayerSpec, ReadableLayer
 from kvjax.cache.reading_layer import ReadingLayer
+from kvjax.cache.uses import READ_BY_OTHER_LAYERS
 from kvjax.core import memory
 from kvjax.core.rope import Rope
 from kvjax.engine.forward import BoundLayers
@@ -70,7 +71,7 @@ def bind_specs(method: str | KVMethod | None, specs: Sequence[LayerSpec], differ
                 "'full', 'snapkv', 'int8' or 'quest' by itself, or write the members of "
                 "kvjax.cache.protocol.ReadableLayer"
             )
-        source.check_readable()
+        source.check_use(READ_BY_OTHER_LAYERS)
         return ReadingLayer(source)
 
     # Equal layers become one object: every step compares them, and the comparison then ends at identity.

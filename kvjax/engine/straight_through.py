@@ -15,6 +15,7 @@ import jax
 from jax import lax
 from jaxtyping import Float
 
+from kvjax.cache.binding import map_fields
 from kvjax.cache.codecs.plain import CodecWrapper
 from kvjax.cache.codecs.prompt_adaptive import PromptAdaptiveKeys
 from kvjax.cache.components import Codec
@@ -167,11 +168,4 @@ def _wrap_codecs(component: Any) -> Any:
         return codec if codec.is_smooth else StraightThrough(codec)
     if isinstance(component, Full):
         return Full("xla")  # kernels read the codes alone, without the vectors that carry the gradient
-    if type(component) is tuple:
-        return tuple(map(_wrap_codecs, component))
-    if not dataclasses.is_dataclass(component) or isinstance(component, type):
-        return component
-    old = {f.name: getattr(component, f.name) for f in dataclasses.fields(component) if f.init}
-    new = {name: _wrap_codecs(value) for name, value in old.items()}
-    changed = {name: value for name, value in new.items() if value is not old[name]}
-    return dataclasses.replace(component, **changed) if changed else component
+    return map_fields(_wrap_codecs, component)
