@@ -15,9 +15,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import re
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -27,6 +26,7 @@ from experiments.bench import measuring
 from experiments.bench.cross_compile import compile_for, count_bytes
 from experiments.bench.process import Killed, run_in_process
 from experiments.bench.shapes import SHAPES, decode_bytes
+from experiments.bench.traffic import FREE, HOST, Instruction, Program
 from kvjax import KvjaxError
 from kvjax.eval.run.machine import machine
 from kvjax.models import Config
@@ -36,25 +36,6 @@ from kvjax.utils.arguments import dtype_name
 METHODS = "full;int8;kivi:bits=2;snapkv:budget=256;offload;kcache:n=64;specache:bits=2"
 METHODS += ";quest:budget=256,device_layers=0;h2o:heavy=128,recent=128"
 NEW_TOKENS = 8  # the loop's body, one step, is the same for any number
-HOST = "S(5)"  # host memory in the layouts of XLA's text form
-COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
-INSTRUCTION = re.compile(
-    r"^\s+(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>.*?) (?P<kind>[a-z][a-z0-9\-]*)\(%?(?P<first>[\w.\-]*)"
-)
-PARTS = re.compile(r"(?:body|to_apply|branch_computations)=\{?%?([\w.\-]+)")
-# These run nothing on the device: they name arrays, or look at them in another way.
-FREE = {"parameter", "get-tuple-element", "tuple", "bitcast", "constant", "after-all", "partition-id"}
-PRODUCTS = {"dot", "convolution"}
-
-
-class Launch(NamedTuple):
-    """One instruction of a compiled program."""
-
-    name: str
-    type: str  # of its result
-    kind: str
-    first: str  # operand
-    line: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,68 +52,37 @@ class Step:
     outside: int  # copies of whole host buffers before or after the loop
 
     @classmethod
-    def from_program(cls, program: str) -> Step:
-        """Counts in the text of a compiled program; raises KvjaxError if it has no loop."""
-        parts, entry = _split_computations(program)
-        loops = [name for line in parts[entry] if " while(" in line for name in re.findall(r"body=%?([\w.\-]+)", line)]
-        if not loops:
-            raise KvjaxError("the compiled program has no loop")
-        # Preparations may loop, too; none of their loops is as long as a step of all layers.
-        body = max((list(_launches(parts, name)) for name in loops), key=len)
+    def from_program(cls, program: Program) -> Step:
+        """Counts in a compiled program; raises KvjaxError if it has no loop."""
+        body = [x for x in program.unrolled(program.body) if x.kind not in FREE]
         # A start and its done are one launch.
         launched = [x for x in body if not x.kind.endswith("-done")]
         kinds = collections.Counter(x.kind for x in launched)
         overlaps = _fetch_overlaps(body)
+        before_and_after = program.computations[program.entry].values()
         return cls(
             launches=len(launched),
             fusions=kinds["fusion"],
-            products=sum(kinds[kind] for kind in PRODUCTS),
+            products=kinds["dot"] + kinds["convolution"],
             copies=kinds["copy"] + kinds["copy-start"],
-            host=sum(HOST in x.line for x in launched),
+            host=sum(x.is_on_host for x in launched),
             fetches=len(overlaps),
             waits=overlaps.count(0),
-            outside=sum(" copy-start(" in line and HOST in line for line in parts[entry]),
+            outside=sum(x.kind == "copy-start" and x.is_on_host for x in before_and_after),
         )
 
 
-def _split_computations(program: str) -> tuple[dict[str, list[str]], str]:
-    """(the lines of each computation by its name, the name of the entry computation)."""
-    parts: dict[str, list[str]] = {}
-    entry = name = ""
-    for line in program.splitlines():
-        if found := COMPUTATION.match(line):
-            name = found[2]
-            parts[name] = []
-            entry = name if found[1] else entry
-        elif name:
-            parts[name].append(line)
-    return parts, entry
-
-
-def _launches(parts: dict[str, list[str]], name: str) -> Iterator[Launch]:
-    """Launches of a computation and of the loops, calls and branches in it."""
-    for line in parts[name]:
-        found = INSTRUCTION.match(line)
-        if found is None or found["kind"] in FREE:
-            continue
-        if found["kind"] in ("while", "call", "conditional"):
-            for part in PARTS.findall(line):
-                yield from _launches(parts, part)
-        else:
-            yield Launch(**found.groupdict(), line=line)
-
-
-def _fetch_overlaps(body: Sequence[Launch]) -> list[int]:
+def _fetch_overlaps(body: Sequence[Instruction]) -> list[int]:
     """For each fetch from the host, the number of launches between its start and its end, other transfers left out."""
     started: dict[str, int] = {}  # fetch -> launches before it
     launched, found = 0, []
     for x in body:
         if x.kind.endswith("-start"):
-            started |= {x.name: launched} if HOST in x.line else {}
+            started |= {x.name: launched} if x.is_on_host else {}
         elif not x.kind.endswith("-done"):
             launched += 1
-        elif x.first in started and HOST not in x.type:
-            found.append(launched - started[x.first])
+        elif x.operands[0] in started and any(space != HOST for _, space in x.types):
+            found.append(launched - started[x.operands[0]])
     return found
 
 
@@ -147,7 +97,7 @@ def compile_step(config: Config, dtype: str, method: str, tokens: int, topology:
     else:
         compiled = program.lower(**arguments).compile()
     sizes = compiled.memory_analysis()
-    found = dataclasses.asdict(Step.from_program(compiled.as_text()))
+    found = dataclasses.asdict(Step.from_program(Program.from_text(compiled.as_text())))
     found |= {"device_bytes": sizes.argument_size_in_bytes, "host_bytes": sizes.host_argument_size_in_bytes}
     found |= {"workspace_bytes": sizes.temp_size_in_bytes, "counted_bytes": count_bytes(compiled)}
     return {"method": method, **found, "bound_bytes": int(decode_bytes(model.config, model.params, 1, tokens))}

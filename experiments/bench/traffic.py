@@ -23,6 +23,7 @@ INSTRUCTION = re.compile(r"^\s+(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = (?P<rest>.
 ARRAY = re.compile(r"(?P<type>[a-z]+[0-9]*\w*)\[(?P<shape>[0-9,]*)\](?P<layout>\{[^}]*\})?")
 SPACE = re.compile(r"S\((\d+)\)")
 CALLED = re.compile(r"(?:body|condition|calls|to_apply|branch_computations)=\{?%?([\w.\-]+)")
+RUN = re.compile(r"(?:body|to_apply|branch_computations)=\{?%?([\w.\-]+)")  # the computations that are a step's work
 # These move nothing: they name arrays, look at them in another way, or end what another instruction started.
 FREE = {"parameter", "get-tuple-element", "tuple", "bitcast", "constant", "after-all", "partition-id", "iota"}
 # Inside a fusion the other instructions run number by number, and only where a later one reads their result.
@@ -50,6 +51,11 @@ class Instruction(NamedTuple):
     @property
     def device_size(self) -> int:
         return sum(size for size, space in self.types if not space)
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether an array of the result, which a start shares with its operand, lies in host memory."""
+        return any(space == HOST for _, space in self.types)
 
 
 @dataclasses.dataclass(eq=False)
@@ -93,10 +99,10 @@ class Program:
           `step_bytes` read and written in the device's memory; `copied_bytes` of what copies write there, `full_copies`
           as many of them as are that large; `fetched_bytes` from host memory.
         """
-        body = list(self._unrolled(self.body))
+        body = list(self.unrolled(self.body))
         # A copy from the device's memory into the scratchpad is how an array is read, and no waste; one back is.
         copies = [x.types[0][0] for x in body if x.kind in ("copy", "copy-start") and not x.types[0][1]]
-        started = {x.name for x in body if x.kind.endswith("-start") and any(space == HOST for _, space in x.types)}
+        started = {x.name for x in body if x.kind.endswith("-start") and x.is_on_host}
         fetched = [x for x in body if x.kind.endswith("-done") and x.operands[0] in started]
         return {
             "step_bytes": self._step_bytes(),
@@ -123,13 +129,14 @@ class Program:
                 scope[name] = x._replace(types=tuple((size, "" if at != HOST else at) for size, at in x.types))
         return self.bytes_of(self.body)
 
-    def _unrolled(self, computation: str) -> Iterator[Instruction]:
-        """Instructions of a computation and of the loops, calls and branches in it, each once."""
+    def unrolled(self, computation: str) -> Iterator[Instruction]:
+        """Instructions of a computation and, in place of the loops, calls and branches in it, of these, each once."""
         for x in self.computations[computation].values():
-            yield x
             if x.kind in ("while", "call", "conditional"):
-                for name in CALLED.findall(x.text):
-                    yield from self._unrolled(name)
+                for name in RUN.findall(x.text):
+                    yield from self.unrolled(name)
+            else:
+                yield x
 
     def bytes_of(self, computation: str) -> int:
         """Bytes that a computation reads and writes in the device's memory."""

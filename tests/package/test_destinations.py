@@ -92,7 +92,6 @@ def test_a_script_refuses_an_impossible_folder_as_it_reads_its_options(tmp_path,
     ("module", "arguments"),
     [
         ("bench.aot", ["--topology", "v5e:2x4", "--folder"]),
-        ("bench.aot", ["--topology", "v5e:2x4", "--keep"]),
         ("quality_against_bytes", ["--out"]),
         ("equal_bytes", ["--out"]),
         ("equal_bytes", ["--results"]),

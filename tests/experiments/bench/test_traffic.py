@@ -1,9 +1,10 @@
-"""Bytes that a step moves in the device's memory, read from a program that was written by hand."""
+"""Launches of a step and the bytes that it moves in the device's memory, read from programs written by hand."""
 
 from __future__ import annotations
 
 import pytest
 
+from experiments.bench.steps import Step
 from experiments.bench.traffic import Program
 from kvjax import KvjaxError
 
@@ -90,3 +91,54 @@ def test_a_program_without_a_loop_has_no_step():
     text = "HloModule m\n\nENTRY %main (p: f32[8]) -> f32[8] {\n  ROOT %p = f32[8]{0} parameter(0)\n}\n"
     with pytest.raises(KvjaxError, match="has no loop"):
         Program.from_text(text).step_counts(1)
+
+
+LAUNCHES = """HloModule made_by_hand
+
+%fused (p: f32[8]) -> f32[8] {
+  %p = f32[8]{0} parameter(0)
+  ROOT %n = f32[8]{0} negate(%p)
+}
+
+%inner (t: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %t = (s32[], f32[8]{0}) parameter(0)
+  %x = f32[8]{0} get-tuple-element(%t), index=1
+  %sum = f32[8]{0} add(%x, %x)
+  ROOT %out = (s32[], f32[8]{0}) tuple(%x, %sum)
+}
+
+%condition (t: (s32[], f32[8])) -> pred[] {
+  %t = (s32[], f32[8]{0}) parameter(0)
+  ROOT %more = pred[] constant(true)
+}
+
+%body (t: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %t = (s32[], f32[8]{0}) parameter(0)
+  %x = f32[8]{0} get-tuple-element(%t), index=1
+  %a = f32[8]{0} fusion(%x), kind=kLoop, calls=%fused
+  %m = f32[8]{0} dot(%a, %a), lhs_contracting_dims={0}
+  %c = (f32[8]{0}, f32[8]{0:S(5)}, u32[]) copy-start(%m)
+  %d = f32[8]{0} copy-done(%c)
+  %h = f32[8]{0:S(5)} get-tuple-element(%t), index=2
+  %g = ((f32[8]{0:S(5)}), f32[4]{0}, u32[]) custom-call-start(%h), custom_call_target="HostExecute"
+  %r = f32[4]{0} custom-call-done(%g)
+  %f = ((f32[8]{0:S(5)}), f32[4]{0}) call-start(%h), to_apply=%fused
+  %w = (s32[], f32[8]{0}) while(%t), condition=%condition, body=%inner
+  %q = f32[4]{0} call-done(%f)
+  ROOT %out = (s32[], f32[8]{0}) tuple(%x, %d)
+}
+
+ENTRY %main (p: f32[8]) -> f32[8] {
+  %p = f32[8]{0:S(5)} parameter(0)
+  %s = (f32[8]{0}, f32[8]{0:S(5)}, u32[]) copy-start(%p)
+  %e = f32[8]{0} copy-done(%s)
+  %w = (s32[], f32[8]{0}) while(%e), condition=%condition, body=%body
+  ROOT %r = f32[8]{0} get-tuple-element(%w), index=1
+}
+"""
+
+
+def test_a_step_is_the_loops_body_with_the_loops_in_it():
+    """A fusion, a product, three fetches, and an addition in the inner loop, which overlaps the last of them."""
+    expected = Step(launches=6, fusions=1, products=1, copies=1, host=3, fetches=3, waits=2, outside=1)
+    assert Step.from_program(Program.from_text(LAUNCHES)) == expected
