@@ -1,6 +1,6 @@
 """Measures the shipped model: python -m experiments.testbed.measure [--model DIR].
 
-Greedy recall by task and context length, and bits per byte of held-out source code against a 5-gram model.
+Greedy recall by task and context length, and bits per byte of held-out source code.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from rich.progress import track
 from rich.table import Table
 
 import kvjax
-from experiments.testbed import ngram
 from kvjax.cache.accounting import CacheBytes
 from kvjax.cache.protocol import KVMethod
 from kvjax.generation.model_calls import log_probs
@@ -62,18 +61,14 @@ def recall(model: Model, task: str, length: int, instances: int) -> dict[str, fl
 
 
 def code_loss(model: Model, length: int, windows: int) -> dict[str, float]:
-    """Bits per byte of held-out code, of the model on windows of `length` and of the 5-gram model on the same bytes."""
-    held_out = corpus.load("held_out")
-    texts = held_out.windows(length)
+    """Bits per byte of held-out code in windows of `length`, whose first byte does not count."""
+    texts = corpus.load("held_out").windows(length)
     chosen = np.linspace(0, len(texts) - 1, min(windows, len(texts))).astype(int)
-    # The network has no prediction of a window's first byte, so it counts for neither.
-    baseline = ngram.bits(held_out.tokens)[: texts.size].reshape(texts.shape)[chosen, 1:]
     ours = []
     for i in track(chosen, "held-out code", console=Console(stderr=True), transient=True):
         logits = kvjax.logits(model, texts[i : i + 1])
         ours.append(-np.asarray(log_probs(logits[:, :-1], texts[i : i + 1, 1:])).mean() / np.log(2))
-    result = {"model": float(np.mean(ours)), "5-gram": float(baseline.mean()), "bytes": int(baseline.size)}
-    return result | {"train_bytes": len(corpus.load("train").tokens), "window": length}
+    return {"model": float(np.mean(ours)), "bytes": len(chosen) * (length - 1), "window": length}
 
 
 def main() -> None:
@@ -90,7 +85,7 @@ def main() -> None:
         table.add_row(task, *(f"{r['accuracy']:.3f} ({r['questions']})" for r in found[task].values()))
     Console().print(table)
     code = code_loss(model, 2048, args.windows)
-    print(f"held-out code: {code['model']:.3f} bits per byte, 5-gram {code['5-gram']:.3f}, on {code['bytes']:,} bytes")
+    print(f"held-out code: {code['model']:.3f} bits per byte, on {code['bytes']:,} bytes")
     print(json.dumps({"recall": found, "code": code}))
 
 

@@ -31,30 +31,28 @@ def table_rows(page: str) -> list[list[str]]:
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_page_has_lines_to_copy_that_make_its_method(name):
-    entry = builtin_entries()[name]
-    page = methods.page(entry)
-    (command,), (code,) = blocks(page, "sh"), blocks(page, "python")
-    check_command(*commands(command))
-    values: dict = {}
-    exec(compile(code, name, "exec", dont_inherit=True), values)
-    assert values["method"] == kvjax.parse(entry.example)
+def test_every_page_has_lines_to_copy_that_make_its_method():
+    for name, entry in builtin_entries().items():
+        page = methods.page(entry)
+        (command,), (code,) = blocks(page, "sh"), blocks(page, "python")
+        check_command(*commands(command))
+        values: dict = {}
+        exec(compile(code, name, "exec", dont_inherit=True), values)
+        assert values["method"] == kvjax.parse(entry.example), name
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_page_explains_every_parameter_with_its_default(name):
-    entry = builtin_entries()[name]
-    page = methods.page(entry)
-    section = page[page.index("## Parameters") : page.index("## What it computes")]
-    explained: list[str] = []
-    for names, meaning in (cells for cells in table_rows(section) if "`" in cells[0]):
-        for text in names.split("<br>"):
-            parameter, default, kind = re.fullmatch(r"`(\w+)=([^`]*)` (.+)", text).groups()
-            assert default == (str(entry.parameters[parameter].default) or '""') and kind
-            explained.append(parameter)
-        assert len(meaning) > 5
-    assert sorted(explained) == sorted(entry.parameters)
+def test_every_page_explains_every_parameter_with_its_default():
+    for entry in builtin_entries().values():
+        page = methods.page(entry)
+        section = page[page.index("## Parameters") : page.index("## What it computes")]
+        explained: list[str] = []
+        for names, meaning in (cells for cells in table_rows(section) if "`" in cells[0]):
+            for text in names.split("<br>"):
+                parameter, default, kind = re.fullmatch(r"`(\w+)=([^`]*)` (.+)", text).groups()
+                assert default == (str(entry.parameters[parameter].default) or '""') and kind
+                explained.append(parameter)
+            assert len(meaning) > 5
+        assert sorted(explained) == sorted(entry.parameters), entry.example
 
 
 def test_a_meaning_is_in_the_words_of_the_method_that_the_docstring_refers_to():
@@ -105,36 +103,35 @@ def test_methods_were_measured_and_each_is_in_one_family_of_the_menu():
     assert set(items[:1] + menu_pages) <= set(methods.pages())
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_numbers_of_a_page_are_those_of_the_results(name):
-    entry = builtin_entries()[name]
-    page, row = methods.page(entry), json.loads(RESULTS.read_text()).get(entry.example)
-    if row is None:
-        assert f"Not yet measured: `{entry.example}`." in page
-        return
-    (line,) = (cells for cells in table_rows(page) if cells[0] == f"`{entry.example}`" and len(cells) == 8)
-    planned = kvjax.planned_bytes(entry.example, kvjax.load("testbed").config, 2048, dtype="bfloat16")
-    numbers = (planned.fraction_of_full, planned.host_fraction_of_full, row["recall"])
-    assert line[1:4] == [f"{fraction:.1%}" for fraction in numbers]
-    assert line[6:] == [f"{planned.held[kind] / 1024:,.0f}" for kind in ("device", "pinned_host")]
-    assert "| device KiB, bfloat16 | host KiB, bfloat16 |" in page and "KiB, float32" not in page
+def test_the_numbers_of_every_page_are_those_of_the_results():
+    for entry in builtin_entries().values():
+        page, row = methods.page(entry), json.loads(RESULTS.read_text()).get(entry.example)
+        if row is None:
+            assert f"Not yet measured: `{entry.example}`." in page
+            continue
+        (line,) = (cells for cells in table_rows(page) if cells[0] == f"`{entry.example}`" and len(cells) == 8)
+        planned = kvjax.planned_bytes(entry.example, kvjax.load("testbed").config, 2048, dtype="bfloat16")
+        numbers = (planned.fraction_of_full, planned.host_fraction_of_full, row["recall"])
+        assert line[1:4] == [f"{fraction:.1%}" for fraction in numbers], entry.example
+        assert line[6:] == [f"{planned.held[kind] / 1024:,.0f}" for kind in ("device", "pinned_host")]
+        assert "| device KiB, bfloat16 | host KiB, bfloat16 |" in page and "KiB, float32" not in page
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "full"])
-def test_a_page_has_what_a_real_model_did_under_its_method_with_bytes_in_bfloat16(name):
-    page, has_row, shown = methods.page(builtin_entries()[name]), False, set()
-    for result in methods.real_results():
-        of_this_run = {method: kvjax.parse(method) for method in set(result.document["scores"]) - {"full"}}
-        new = [method for method, value in of_this_run.items() if value not in shown]
-        shown |= set(of_this_run.values())
-        for method in new:
-            device, host = result.document["bfloat16"][method]
-            score = result.contexts(method, result.document["tasks"][0])
-            row = f"| `{method}` | {device:.1%} | {host:.1%} | {100 * score.mean():.1f} ("
-            in_it = name in [part.name for part in parse_parts(method)]
-            assert (row in page) == in_it, method
-            has_row |= in_it
-    assert ("## On a real model" in page) == has_row
+def test_every_page_has_what_a_real_model_did_under_its_method_with_bytes_in_bfloat16():
+    for name in set(NAMES) - {"full"}:
+        page, has_row, shown = methods.page(builtin_entries()[name]), False, set()
+        for result in methods.real_results():
+            of_this_run = {method: kvjax.parse(method) for method in set(result.document["scores"]) - {"full"}}
+            new = [method for method, value in of_this_run.items() if value not in shown]
+            shown |= set(of_this_run.values())
+            for method in new:
+                device, host = result.document["bfloat16"][method]
+                score = result.contexts(method, result.document["tasks"][0])
+                row = f"| `{method}` | {device:.1%} | {host:.1%} | {100 * score.mean():.1f} ("
+                in_it = name in [part.name for part in parse_parts(method)]
+                assert (row in page) == in_it, (name, method)
+                has_row |= in_it
+        assert ("## On a real model" in page) == has_row, name
 
 
 @pytest.mark.parametrize(
