@@ -46,11 +46,6 @@ _compile_clock = _CompileClock()
 jax.monitoring.register_event_duration_secs_listener(_compile_clock.record)
 
 
-def compile_seconds() -> float:
-    """Returns the seconds that this thread has spent compiling so far; differences count."""
-    return _compile_clock.seconds
-
-
 @dataclasses.dataclass
 class Timer:
     """Adds up the seconds of what runs inside `timed`."""

@@ -32,8 +32,8 @@ from kvjax import KvjaxError, Model
 from kvjax.eval.page import charts
 from kvjax.eval.page.summary import mean_error
 from kvjax.eval.run import store
-from kvjax.eval.run.bars import bars
 from kvjax.eval.run.evaluate import evaluate
+from kvjax.eval.run.progress import bars
 from kvjax.eval.run.ray_workers import RayWorkers
 from kvjax.eval.tasks import suite
 from kvjax.eval.tasks.case import Spec

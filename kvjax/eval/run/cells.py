@@ -30,6 +30,7 @@ from kvjax.registry.strings import Methods, is_builtin_method, resolve
 
 SPEED = "speed"
 GROUP_METHODS = 16  # methods that take a batch one after the other, and so share its exact keys and values
+DECODE_TOKENS = 16  # tokens of a prompt that are read in about the time of one decoding step
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -87,6 +88,18 @@ class Cell:
     def is_speed(self) -> bool:
         """Whether it measures speed, which wants a machine of its own, and no records that repeat bit for bit."""
         return self.task == SPEED
+
+    def count_tokens(self, question_aware: bool) -> int:
+        """Counts the tokens that each of its methods reads, a decoded one as `DECODE_TOKENS`: a measure of its work."""
+        if self.is_speed:
+            length = int(self.batch.cases[0].about["length"])
+            return harness.SPEED_RUNS * self.batch.batch_size * (length + DECODE_TOKENS * harness.SPEED_TOKENS)
+        total = 0
+        for case in self.batch.padded_cases:
+            num_reads = len(case.asks) if question_aware and not case.turns else 1
+            total += num_reads * len(case.context) + (0 if case.follows is None else len(case.follows))
+            total += sum(len(a.prompt) + DECODE_TOKENS * self.batch.max_new_tokens for a in case.asks)
+        return total
 
 
 def make_cells(cases: Sequence[Case], methods: Sequence[str], batch: int, speed: Sequence[int] = ()) -> list[Cell]:

@@ -13,12 +13,12 @@ from kvjax import processes
 from kvjax.core.mesh import is_shared
 from kvjax.errors import KvjaxError
 from kvjax.eval.page import summary
-from kvjax.eval.run import bars, parts, store
+from kvjax.eval.run import parts, store
 from kvjax.eval.run.cells import make_cells
 from kvjax.eval.run.comparison import Comparison
 from kvjax.eval.run.evaluate import check_cases, evaluate
-from kvjax.eval.run.finished_rows import FinishedRows, describe_earlier
 from kvjax.eval.run.parts import Part, parse_part
+from kvjax.eval.run.progress import FinishedRows, describe_earlier, make_progress
 from kvjax.eval.run.ray_workers import RayWorkers
 from kvjax.eval.tasks import suite
 from kvjax.eval.tasks.case import Spec
@@ -48,7 +48,6 @@ def compare(
     progress: bool | Progress | None = None,
     left_out: Callable[[str], None] | None = None,
     announce: Callable[[str], None] | None = None,
-    other_seconds: float = 0.0,
     part: Part | str | None = None,
     workers: RayWorkers | None = None,
 ) -> Comparison:
@@ -68,9 +67,7 @@ def compare(
       progress: whether to show how far it is; by default on a terminal and in a notebook. A `rich` progress is used
         as it is.
       left_out: called with a line for each task that does not fit in a length, which is then left out.
-      announce: called with lines for whoever waits: what `out` held before, how long the run will take, once its first
-        batches show it, and each row as soon as it is finished.
-      other_seconds: what was spent before, and counts as part of the run in that line.
+      announce: called with lines for whoever waits: what `out` held before, and each row as soon as it is finished.
       part: asks a part of the cases only, such as "3/8", and keeps its answers in the folder `part-3-of-8` of `out`;
         `kvjax report` puts the parts together.
       workers: of `kvjax.eval.connect_ray`, which do the work in place of this process; the rows are the same.
@@ -105,16 +102,16 @@ def compare(
     cells = make_cells(cases, method_names, batch, lengths)
     if part is not None:
         hashes = {name: method_hash(method) for name, method in resolve(methods).items()}
-        numbers = parts.assign_parts(model, cells, part.count, question_aware)
+        numbers = parts.assign_parts(cells, part.count, question_aware)
         content, run["part"] = parts.describe_cells(cells, numbers, part, hashes)
         cells = [cell for cell, number in zip(cells, numbers, strict=True) if number == part.number]
         assert out is not None  # a part without a folder was refused above
         out = out / part.folder
     if workers is not None:
         run |= workers.load(model)
-    shown = progress if isinstance(progress, Progress) else bars.make_progress(progress)
+    shown = progress if isinstance(progress, Progress) else make_progress(progress)
     if not is_writer:
-        shown, announce = bars.make_progress(False), None
+        shown, announce = make_progress(False), None
     with contextlib.ExitStack() as stack:
         out = Path(out or stack.enter_context(tempfile.TemporaryDirectory(prefix="kvjax-")))
         records = stack.enter_context(store.open_store(out, run)) if is_writer else store.Follower()
@@ -124,8 +121,6 @@ def compare(
             records.on_append = FinishedRows(records, cells, announce).note
         if part is not None and is_writer:
             parts.write_cells(out, content)
-        options |= {"announce": announce, "other_seconds": other_seconds, "workers": workers}
-        evaluate(model, methods, cases, records, **options, speed=lengths, progress=shown, cells=cells)
-        # A part may have no cells.
-        rows = summary.rows(store.read(out) if part is None and is_writer else records.records)
+        evaluate(model, methods, cases, records, **options, speed=lengths, progress=shown, cells=cells, workers=workers)
+        rows = summary.rows(records.records)
         return Comparison.of(processes.broadcast(rows) if is_shared(model.mesh) else rows)

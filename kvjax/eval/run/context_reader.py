@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -16,7 +15,6 @@ from kvjax.core.mesh import is_shared
 from kvjax.generation.context import Context, read
 from kvjax.generation.inputs import round_up
 from kvjax.generation.model_calls import model_for
-from kvjax.generation.timing import Timer
 from kvjax.models.model import Model
 from kvjax.reuse.full_kv import FullKV, read_exactly
 
@@ -27,16 +25,6 @@ EXACT_MEMORY_FRACTION = 1 / 8
 def padded_width(num_tokens: int) -> int:
     """Returns the width that `num_tokens` tokens are padded to: few widths share programs, and are little too wide."""
     return num_tokens if num_tokens <= 16 else round_up(num_tokens, 1 << max(4, num_tokens.bit_length() - 6))
-
-
-@dataclasses.dataclass
-class ReadingTime:
-    """Seconds of reading contexts, compilation counted separately."""
-
-    exact: float = 0.0  # exact keys, values and queries, which several methods share
-    exact_compile: float = 0.0
-    compress: float = 0.0  # under a method; whole reads where exact ones are not kept
-    compress_compile: float = 0.0
 
 
 class ContextReader:
@@ -53,7 +41,6 @@ class ContextReader:
         self.model, self._least_headroom_tokens = model, least_headroom_tokens
         self._exact: dict[tuple, FullKV] = {}  # the latest last
         self._most_bytes: float | None = None  # that they may take; found at the first read
-        self.time = ReadingTime()
 
     def read(
         self, contexts: Sequence[np.ndarray], method: str | KVMethod, *, headroom_tokens: int, width: int | None = None
@@ -65,32 +52,15 @@ class ContextReader:
         model = model_for(self.model, ids, max(map(len, ids)) + headroom_tokens)
         most = self._most_bytes = self._max_exact_bytes() if self._most_bytes is None else self._most_bytes
         if self._exact_bytes(len(contexts), width) > most:
-            timer = Timer()
-            with timer.timed():
-                context = read(model, contexts, method, room=headroom_tokens, width=width)
-                jax.block_until_ready(context.last)
-            self.time.compress += timer.run_seconds
-            self.time.compress_compile += timer.compile_seconds
-            return context
+            return read(model, contexts, method, room=headroom_tokens, width=width)
         key = width, tuple(map(tuple, ids)), model.config
         if key not in self._exact:
             # The oldest ones go before the new one is made, so that both never exceed the limit together.
             while self._exact and sum(self._exact_bytes(len(kept), w) for w, kept, _ in [*self._exact, key]) > most:
                 del self._exact[next(iter(self._exact))]
-            timer = Timer()
-            with timer.timed():
-                self._exact[key] = read_exactly(model, ids, width=width)
-                jax.block_until_ready(self._exact[key].last)
-            self.time.exact += timer.run_seconds
-            self.time.exact_compile += timer.compile_seconds
-        timer = Timer()
-        with timer.timed():
-            capacity = max(round_up(max(map(len, ids)) + headroom_tokens), width)
-            context = self._exact[key].compress(method, capacity=capacity)
-            jax.block_until_ready(context.cache)
-        self.time.compress += timer.run_seconds
-        self.time.compress_compile += timer.compile_seconds
-        return context
+            self._exact[key] = read_exactly(model, ids, width=width)
+        capacity = max(round_up(max(map(len, ids)) + headroom_tokens), width)
+        return self._exact[key].compress(method, capacity=capacity)
 
     def _max_exact_bytes(self) -> float:
         installed = memory.installed_memory(jax.tree.leaves(self.model.params)[0].devices()).device

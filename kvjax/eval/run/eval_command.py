@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.util
 import os
 import shlex
 import sys
-import time
 import warnings
 from collections.abc import Sequence
 from fractions import Fraction
@@ -22,10 +22,10 @@ from rich.console import Console
 from kvjax import processes
 from kvjax.errors import KvjaxError, KvjaxWarning
 from kvjax.eval.run import equal_bytes, merge, store
-from kvjax.eval.run.bars import bars
 from kvjax.eval.run.compare import compare
 from kvjax.eval.run.comparison import TABLE_COLUMNS
 from kvjax.eval.run.parts import Part, detect_part, parse_part
+from kvjax.eval.run.progress import bars
 from kvjax.eval.run.ray_workers import RayWorkers, connect_if_asked
 from kvjax.eval.tasks import data_files, suite, symbols
 from kvjax.eval.tasks.case import Spec
@@ -76,8 +76,7 @@ def run(args: argparse.Namespace, mesh: Mesh | None = None) -> None:
 
 
 def _run(args: argparse.Namespace, mesh: Mesh | None, workers: RayWorkers | None) -> None:
-    started, part = time.perf_counter(), _choose_part(args)
-    tasks, spec = suite.expand(split_words(args.tasks)), _make_spec(args)
+    part, tasks, spec = _choose_part(args), suite.expand(split_words(args.tasks)), _make_spec(args)
     if spec.text is not None:
         data_files.read_text(spec.text)  # so is a text that cannot be read
     shares = () if args.budget_bytes is None else equal_bytes.parse_shares(args.budget_bytes)
@@ -101,16 +100,15 @@ def _run(args: argparse.Namespace, mesh: Mesh | None, workers: RayWorkers | None
     methods = _at_equal_bytes(model, args.methods, shares, length) if shares else args.methods
     options = {"batch": args.batch, "question_aware": args.question_aware, "speed": not args.no_speed}
     try:
-        with warnings.catch_warnings():
+        # Ray prints to stdout, where the table goes, when a worker dies.
+        with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
             # Every method would warn of the positions again.
             warnings.simplefilter("ignore", KvjaxWarning)
             options |= {"progress": bars(), "left_out": _say, "announce": _say}
-            options["other_seconds"] = time.perf_counter() - started
             rows = compare(model, methods, tasks, spec, args.out, part=part, workers=workers, **options)
     except KeyboardInterrupt:
         folder = args.out if part is None else args.out / part.folder
-        files = (folder / store.RECORDS, folder / store.EARLY)
-        kept = len({store.record_key(record) for file in files for record in store.parse_records(file)})
+        kept = len(store.parse_records(folder / store.RECORDS))
         raise KvjaxError(
             f"stopped; {folder} keeps {display.count(kept, 'record')}, and the same command goes on from there"
         ) from None

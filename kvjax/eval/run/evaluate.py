@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.progress import Progress
@@ -15,12 +15,9 @@ from kvjax import processes
 from kvjax.cache.protocol import KVMethod
 from kvjax.core.mesh import is_shared
 from kvjax.errors import KvjaxError
-from kvjax.eval.run import time_estimate
 from kvjax.eval.run.cells import Cell, CellRunner, fingerprint, make_cells, name_failures
 from kvjax.eval.run.ray_workers import RayWorkers
 from kvjax.eval.run.store import Store
-from kvjax.eval.run.time_estimate import TimeEstimate
-from kvjax.eval.run.workers_run import run_on_workers
 from kvjax.eval.tasks.case import Case
 from kvjax.eval.tasks.metrics import METRICS
 from kvjax.generation.memory_plan import planned_bytes
@@ -41,8 +38,6 @@ def evaluate(
     speed: Sequence[int] = (),
     seed: int = 0,
     progress: Progress | None = None,
-    announce: Callable[[str], None] | None = None,
-    other_seconds: float = 0.0,
     cells: Sequence[Cell] | None = None,
     workers: RayWorkers | None = None,
 ) -> None:
@@ -61,14 +56,12 @@ def evaluate(
       speed: context lengths, in tokens, at which speed is measured.
       seed: of the contexts of speed measurements.
       progress: shows how far the run is.
-      announce: called with a line that says how long the run will take, once a few batches show it.
-      other_seconds: what the caller has spent before, such as on loading the model, and counts as part of the run.
       cells: those of the run's `make_cells` to run, in order; by default all.
       workers: of `connect_ray`, which run the cells in place of this process; they have loaded `model`.
 
     Raises:
       KvjaxError: before anything runs, for a method or case that cannot run; later, for a batch that fails. The
-        records before it stay.
+        records before it stay, and with workers those of all other batches.
     """
     runner = CellRunner(model, methods, question_aware=question_aware, seed=seed)
     check_methods(model, runner.methods, [len(c.context) for c in cases] + list(speed))
@@ -78,7 +71,7 @@ def evaluate(
         options = {"batch": batch, "question_aware": question_aware, "speed": [*speed], "seed": seed}
         processes.require_agreement(kvjax=kvjax.__version__, methods=runner.hashes, cases=fingerprints, options=options)
         processes.require_agreement(weights=model.fingerprint)
-    check_records([*store.records, *store.early_records], runner.hashes, fingerprints)
+    check_records(store.records, runner.hashes, fingerprints)
     all_cells = make_cells(cases, list(runner.methods), batch, speed) if cells is None else cells
     cells = missing_cells(all_cells, store)
     if is_shared(model.mesh):
@@ -89,51 +82,25 @@ def evaluate(
             for cell in all_cells
             if cell.index in methods_left
         ]
-    # Cells of one batch share its sizes, so that they count as measurements of one step.
-    batches = {id(cell.batch): cell.batch for cell in cells}
-    steps = {
-        key: time_estimate.make_step(b.cases, b.batch_size, b.max_new_tokens, question_aware)
-        for key, b in batches.items()
-    }
-    if workers is not None:
-        # Programs are compiled for a step's shape, and for each method of the cell's group.
-        shapes = {c.index: (steps[id(c.batch)].kind, steps[id(c.batch)].shape, c.methods) for c in cells}
-        run_on_workers(
-            workers,
-            runner.methods,
-            runner.hashes,
-            cells,
-            store,
-            lambda cell: shapes[cell.index],
-            question_aware=question_aware,
-            seed=seed,
-            progress=progress,
-            announce=announce,
-            other_seconds=other_seconds,
-        )
-        return
-    work = [(cell, name) for cell in cells for name in cell.methods]
-    predicted = [(steps[id(cell.batch)], name) for cell, name in work]
-    estimate = TimeEstimate(model, predicted, runner.reader, announce, other_seconds)
+    tokens = {cell.index: cell.count_tokens(question_aware) for cell in cells}
     with Progress(disable=True) if progress is None else progress as bar:
-        total = bar.add_task("all", total=sum(len(cell.batch.cases) for cell, _ in work), left="")
+        whole = bar.add_task("all", total=sum(tokens[cell.index] * len(cell.methods) for cell in cells))
+        if workers is not None:
+            options = {"question_aware": question_aware, "seed": seed}
+            for cell, records in workers.run(cells, runner.methods, runner.hashes, **options):
+                store.append(records)
+                bar.advance(whole, tokens[cell.index] * len(cell.methods))
+            return
+        work = [(cell, name) for cell in cells for name in cell.methods]
         for (name, task), part in itertools.groupby(work, key=lambda w: (w[1], w[0].task)):
             todo = [cell for cell, _ in part]
-            line = bar.add_task(f"{name}: {task}", total=sum(len(cell.batch.cases) for cell in todo), left="")
+            line = bar.add_task(f"{name}: {task}", total=sum(tokens[cell.index] for cell in todo))
             for cell in todo:
-                with estimate.measure_step():
-                    # Workers may have left records that wait for their turn.
-                    early = [store.find_early(name, c.task, c.key) for c in cell.batch.cases]
-                    records = [record for record in early if record is not None]
-                    if len(records) < len(early):
-                        records = runner.run_method(cell, name)
                 # After each method rather than each cell, so that a kill loses no more than it must.
-                store.append(records)
-                bar.update(total, left=estimate.describe_left())
-                bar.advance(line, len(cell.batch.cases))
-                bar.advance(total, len(cell.batch.cases))
+                store.append(runner.run_method(cell, name))
+                bar.advance(line, tokens[cell.index])
+                bar.advance(whole, tokens[cell.index])
             bar.remove_task(line)
-    store.remove_early()
 
 
 def missing_cells(cells: Iterable[Cell], store: Store) -> list[Cell]:

@@ -1,4 +1,4 @@
-"""Folders put together: the parts of a run, or several runs of one model, as if one process had written them."""
+"""Folders put together: the parts of a run, or several runs of one model, as if one process had made them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def merge(
     partial: bool = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> Path:
-    """Puts folders together into one run, with its records in the order of one process.
+    """Puts folders together into one run.
 
     Args:
       directories: folders of parts, folders of runs, or a folder that holds parts, which stands for all of them.
@@ -102,20 +102,17 @@ def merge(
         where = {key: where.get(key, out) for key in union}
     _check_cases(union, where)
     if cells is not None:
-        order = {
-            (method, cell["task"], key): (i, cell["part"])
-            for i, cell in enumerate(cells["cells"])
+        part_of = {
+            (method, cell["task"], key): cell["part"]
+            for cell in cells["cells"]
             for method in cells["groups"][cell["group"]]
             for key in cell["keys"]
         }
-        problem = _describe_missing(order, union, folders, cells["parts"], directories)
+        problem = _describe_missing(part_of, union, folders, cells["parts"], directories)
         if problem and not partial:
             raise KvjaxError(problem)
         if problem:
             say(problem)
-        rank = {key: i for i, key in enumerate(order)}
-        # `sorted` is stable: what no part was asked for stays behind, in its own order.
-        union = dict(sorted(union.items(), key=lambda item: rank.get(item[0], len(rank))))
     _write(out, _describe_run(everything, folders, say), list(union.values()))
     return out
 
@@ -211,7 +208,7 @@ def _check_cases(records: dict[RecordKey, dict[str, Any]], where: dict[RecordKey
 
 
 def _describe_missing(
-    order: dict[RecordKey, tuple[int, int]],
+    part_of: dict[RecordKey, int],
     records: dict[RecordKey, dict[str, Any]],
     folders: Sequence[_Folder],
     count: int,
@@ -219,7 +216,7 @@ def _describe_missing(
 ) -> str:
     """Says which parts are missing or unfinished, and which commands run them; empty if all is there."""
     asked, missing = dict.fromkeys(range(1, count + 1), 0), dict.fromkeys(range(1, count + 1), 0)
-    for key, (_, number) in order.items():
+    for key, number in part_of.items():
         asked[number] += 1
         missing[number] += key not in records
     numbers = [number for number in missing if missing[number]]

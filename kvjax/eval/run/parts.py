@@ -2,7 +2,7 @@
 
 Every part makes the whole list of cells, takes its own, and writes into a folder of its own, OUT/part-3-of-8. All parts
 together are the run: `merge` puts them together again. Beside its records a part keeps the list of all cells, so that
-the merge knows what is missing, and the order of one process.
+the merge knows what is missing.
 
 OUT/part-3-of-8/cells.json   groups of methods, and of each cell its part, its group, its task and its cases
 """
@@ -20,16 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.errors import KvjaxError
-from kvjax.eval.run import store, time_estimate
+from kvjax.eval.run import store
 from kvjax.eval.run.cells import Cell, fingerprint
-from kvjax.eval.run.time_estimate import Step
-from kvjax.models.config import Config
-from kvjax.models.model import Model
+from kvjax.eval.run.context_reader import padded_width
 from kvjax.utils.files import replace_atomically
 
 CELLS = "cells.json"
 MAX_PARTS = 100_000
-COMPRESSIONS_PER_READ = 8  # methods that compress a prompt in about the time in which it is read once
 JOB_COMPLETIONS = "JOB_COMPLETIONS"
 """Environment variable with the `.spec.completions` of a Kubernetes Indexed Job, which sets only the pod's index."""
 
@@ -59,7 +56,7 @@ class Part:
 
 
 def parse_part(text: str, command: str = "") -> Part:
-    """Parses a part such as "3/8"; raises KvjaxError for a text that is none."""
+    """Parses a part such as "3/8"; raises KvjaxError for any other text."""
     found = re.fullmatch(r"\s*(\d{1,9})\s*/\s*(\d{1,9})\s*", text, re.ASCII)
     if not found:
         raise KvjaxError(f"a part is a number and how many there are, such as 3/8 (or auto, or off), got {text!r:.60}")
@@ -129,34 +126,13 @@ def detect_part(environment: Mapping[str, str], num_processes: int = 1) -> tuple
     return None
 
 
-def estimate_work(config: Config, num_weights: int, step: Step, num_methods: int) -> int:
-    """Estimates the work of a cell, as `time_estimate.count_read_flops` counts it: the same on every machine.
+def assign_parts(cells: Sequence[Cell], count: int, question_aware: bool) -> list[int]:
+    """Divides cells into parts of nearly equal work, in tokens.
 
-    Args:
-      config: the model's.
-      num_weights: its `weights_per_token`.
-      step: the sizes of the cell's batch.
-      num_methods: methods that take the batch.
-    """
-    read = time_estimate.count_read_flops(config, num_weights, step)
-    if step.kind == "text":
-        rest = time_estimate.count_read_flops(config, num_weights, step, step.amount)
-    else:
-        rest = read // (step.num_reads * step.width * step.batch_size) * time_estimate.DECODE_FLOPS * step.amount
-    if step.kind == "speed":
-        # Every method reads the prompts anew, in every run.
-        return num_methods * (read + step.num_reads * rest)
-    return read + num_methods * (read // COMPRESSIONS_PER_READ + rest)
-
-
-def assign_parts(model: Model, cells: Sequence[Cell], count: int, question_aware: bool) -> list[int]:
-    """Divides cells into parts of nearly equal work.
-
-    A part's cells have neighboring shapes, since each shape is a program to compile for each method. Of all such
+    A part's cells have neighboring lengths, since each length is a program to compile for each method. Of all such
     divisions this is one whose largest part is as small as possible.
 
     Args:
-      model: its weights and heads decide what a token costs.
       cells: all cells of the run.
       count: of parts.
       question_aware: the run's option.
@@ -164,21 +140,18 @@ def assign_parts(model: Model, cells: Sequence[Cell], count: int, question_aware
     Returns:
       The number of each cell's part, from 1. A part is left without cells where there are few.
     """
-    num_weights = time_estimate.weights_per_token(model)
     groups = {methods: i for i, methods in enumerate(dict.fromkeys(cell.methods for cell in cells))}
-    pieces = []
-    for i, cell in enumerate(cells):
-        b = cell.batch
-        step = time_estimate.make_step(b.cases, b.batch_size, b.max_new_tokens, question_aware)
-        work = max(estimate_work(model.config, num_weights, step, len(cell.methods)), 1)
-        pieces.append((groups[cell.methods], step.kind, step.shape, i, work))
-    pieces.sort()
-    cuts = _cut_evenly([work for *_, work in pieces], count)
-    numbers = [0] * len(cells)
-    for number, (start, end) in enumerate(itertools.pairwise(cuts), 1):
-        for *_, i, _ in pieces[start:end]:
-            numbers[i] = number
-    return numbers
+
+    def programs(cell: Cell) -> tuple:
+        longest = max(len(case.context) for case in cell.batch.cases)
+        return groups[cell.methods], cell.is_speed, padded_width(longest), cell.index
+
+    in_order = sorted(cells, key=programs)
+    work = [max(cell.count_tokens(question_aware) * len(cell.methods), 1) for cell in in_order]
+    numbers = {}
+    for number, (start, end) in enumerate(itertools.pairwise(_cut_evenly(work, count)), 1):
+        numbers |= {cell.index: number for cell in in_order[start:end]}
+    return [numbers[cell.index] for cell in cells]
 
 
 def _cut_evenly(work: Sequence[int], count: int) -> list[int]:

@@ -1,7 +1,6 @@
 """A run on disk: records as JSON lines that survive a kill, and a description of the run.
 
-DIR/records.jsonl    one line per method and case, whole batches at a time
-DIR/early.jsonl      records that several workers made out of turn; they move to records.jsonl, whose order is fixed
+DIR/records.jsonl    one line per method and case, whole batches at a time, in the order in which they were done
 DIR/run.json         the model and its digests, the options, methods, tasks and lengths, the machine and versions
 """
 
@@ -24,7 +23,7 @@ from kvjax.models import checkpoint
 from kvjax.models.model import Model, find_checkpoint
 from kvjax.utils.files import lock, make_folder, replace_atomically
 
-RECORDS, EARLY, RUN, LOCK = "records.jsonl", "early.jsonl", "run.json", ".lock"
+RECORDS, RUN, LOCK = "records.jsonl", "run.json", ".lock"
 # A run is continued under the same ones only; a model of no checkpoint has no digest, and is known by its name.
 CONDITIONS = ("digest", "weights", "dtype", "seed", "batch", "question_aware", "device", "mesh")
 FIELDS = {"method": str, "task": str, "key": str, "scores": list, "bytes": dict}
@@ -48,37 +47,19 @@ class Store:
     `on_append` is called with the records that `append` has written.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        run: Mapping[str, Any],
-        records: Iterable[dict[str, Any]],
-        early: Iterable[dict[str, Any]] = (),
-    ):
-        self._directory, self._run = directory, run
+    def __init__(self, directory: Path, run: Mapping[str, Any], records: Iterable[dict[str, Any]]):
+        self._directory, self._run, self._is_described = directory, run, False
         self._records = {record_key(r): r for r in records}
-        early = list(early)
-        self._early = {record_key(r): r for r in early if record_key(r) not in self._records}
-        self._has_early_file = bool(early)
         self.on_append: Callable[[Sequence[Mapping[str, Any]]], None] = lambda records: None
 
     @property
     def records(self) -> list[dict[str, Any]]:
-        """All records so far, without the early ones."""
-        return list(self._records.values())
-
-    @property
-    def early_records(self) -> list[dict[str, Any]]:
-        """The records whose turn has not come."""
-        return list(self._early.values())
+        """All records so far, sorted."""
+        return sort_records(self._records.values(), self._run)
 
     def find(self, method: str, task: str, case: str) -> dict[str, Any] | None:
         """Returns the record of a method and a case, if there is one."""
         return self._records.get((method, task, case))
-
-    def find_early(self, method: str, task: str, case: str) -> dict[str, Any] | None:
-        """Returns the early record of a method and a case, if there is one."""
-        return self._early.get((method, task, case))
 
     def append(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Writes a batch of records at once and waits until it is on disk; records that exist stay as they are.
@@ -87,44 +68,25 @@ class Store:
           KvjaxError: a record could not be read again, such as a score beyond 1; then nothing is written.
         """
         new = [dict(r) for r in records if record_key(r) not in self._records]
-        self._write(new, RECORDS)
-        self._records |= {record_key(r): r for r in new}
-        for r in new:
-            self._early.pop(record_key(r), None)
-        self.on_append(new)
-
-    def append_early(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Keeps records on disk until their turn comes and `append` writes them; raises KvjaxError as `append` does."""
-        known = (self._records, self._early)
-        new = [dict(r) for r in records if not any(record_key(r) in each for each in known)]
-        self._write(new, EARLY)
-        self._has_early_file = True
-        self._early |= {record_key(r): r for r in new}
-
-    def remove_early(self) -> None:
-        """Removes the file of the early records once all of them have been appended."""
-        if self._has_early_file and not self._early:
-            (self._directory / EARLY).unlink(missing_ok=True)
-            self._has_early_file = False
-
-    def _write(self, records: Sequence[Mapping[str, Any]], name: str) -> None:
         lines = b""
-        for r in records:
+        for r in new:
             problem = _find_problem(r)
             try:
                 lines += format_record(r)
             except (TypeError, ValueError) as e:
                 problem = f"cannot be written as JSON ({e})"
             if problem:
-                raise KvjaxError(f"the record of {r['method']} on {r['key']} {problem}; mend the task or its metric")
-        if self._run:  # with the first record: a run that fails before it leaves no description behind
+                raise KvjaxError(f"the record of {r['method']} on {r['key']} {problem}; fix the task or its metric")
+        if not self._is_described:  # with the first record: a run that fails before it leaves no description behind
             with replace_atomically(self._directory / RUN) as file:
                 file.write(json.dumps(self._run, indent=1).encode() + b"\n")
-            self._run = {}
-        with (self._directory / name).open("ab") as file:
+            self._is_described = True
+        with (self._directory / RECORDS).open("ab") as file:
             file.write(lines)
             file.flush()
             os.fsync(file.fileno())
+        self._records |= {record_key(r): r for r in new}
+        self.on_append(new)
 
 
 class Follower(Store):
@@ -150,23 +112,45 @@ def open_store(directory: str | Path, run: Mapping[str, Any]) -> Iterator[Store]
     """
     directory = make_folder(directory)
     with lock(directory / LOCK, directory):
-        records, early = parse_records(directory / RECORDS), parse_records(directory / EARLY)
-        if records or early or (directory / RUN).is_file():
+        records = parse_records(directory / RECORDS)
+        if records or (directory / RUN).is_file():
             run = _continue_run(read_run(directory), run, directory)
-        for path in (directory / RECORDS, directory / EARLY):
-            if path == directory / RECORDS or path.is_file():
-                with path.open("ab+") as file:
-                    file.seek(0)
-                    file.truncate(file.read().rfind(b"\n") + 1)
-        yield Store(directory, run, records, early)
+        with (directory / RECORDS).open("ab+") as file:
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1)
+        yield Store(directory, run, records)
 
 
 def read(directory: str | Path) -> list[dict[str, Any]]:
-    """Reads the records of a run, also of one that is still going on; raises KvjaxError if there is none."""
+    """Reads and sorts the records of a run, also of one that goes on; raises KvjaxError if there is none."""
     records = parse_records(Path(directory) / RECORDS)
     if not records:
         raise KvjaxError(f"{directory} holds no {RECORDS} with records; make them: kvjax eval --out {directory}")
-    return records
+    try:
+        run = read_run(directory)
+    except KvjaxError:
+        run = {}  # records can be read without their description, and are then in the order in which they were made
+    return sort_records(records, run)
+
+
+def sort_records(records: Iterable[dict[str, Any]], run: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Sorts records by method, task, length and case, so that their order does not depend on who made them first.
+
+    Args:
+      records: of one run.
+      run: the content of its run.json, whose methods and tasks come in the order of the list there.
+    """
+    records = list(records)
+    methods, tasks = (
+        {value: i for i, value in enumerate(dict.fromkeys([*run.get(listed, ()), *(r[name] for r in records)]))}
+        for listed, name in (("methods", "method"), ("tasks", "task"))
+    )
+
+    def place(record: Mapping[str, Any]) -> tuple:
+        length = record.get("about", {}).get("length") or 0
+        return methods[record["method"]], tasks[record["task"]], length, record["key"]
+
+    return sorted(records, key=place)
 
 
 def read_run(directory: str | Path) -> dict[str, Any]:

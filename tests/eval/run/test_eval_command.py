@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from kvjax import cli
-from kvjax.eval.run import eval_command, harness, store, time_estimate
+from kvjax.eval.run import eval_command, harness, store
 from kvjax.eval.tasks import suite
 from kvjax.eval.tasks.case import Ask, Case
 from kvjax.models import checkpoint
@@ -140,18 +140,6 @@ def test_killed_at_random_and_started_again_it_ends_as_an_unbroken_run(tmp_path,
         finish(process)
     assert read_results(out) == read_results(tmp_path / "whole")
     assert len(store.read(out)) == 2 * 2 * (6 + 6 + 1) and len(store.read_run(out)["resumed"]) == 3
-
-
-def test_how_long_it_takes_is_said_on_stderr_and_nowhere_else(toy, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(time_estimate, "SHORTEST_SECONDS", 0.0)
-    args = [*toy, "--out", str(tmp_path), "--no-speed", "--methods", METHODS]
-    assert cli.main(args) == 0
-    out, err = capsys.readouterr()
-    lines = [line for line in err.splitlines() if line.startswith("kvjax: about ")]
-    assert len(lines) == 1 and lines[0].endswith("have passed, for 2 methods, 2 tasks and 12 cases")
-    assert " in all, of which " not in out
-    assert cli.main(args) == 0  # every case has its record
-    assert " in all, of which " not in capsys.readouterr().err
 
 
 def said(err, start="kvjax: "):

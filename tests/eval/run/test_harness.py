@@ -57,14 +57,6 @@ class MemoryStore:
     def find(self, *what):
         return next((r for r in self.records if (r["method"], r["task"], r["key"]) == what), None)
 
-    early_records = ()
-
-    def find_early(self, *what):
-        return None
-
-    def remove_early(self):
-        pass
-
     def append(self, records):
         self.records += [r for r in records if not self.find(r["method"], r["task"], r["key"])]
 

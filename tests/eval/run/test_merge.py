@@ -78,8 +78,8 @@ def part_folder(root: Path, number: int, count: int = COUNT) -> Path:
     return root / "out" / f"part-{number}-of-{count}"
 
 
-def read_files(directory: Path) -> tuple[bytes, str]:
-    return (directory / store.RECORDS).read_bytes(), (directory / eval_command.CSV).read_text()
+def read_files(directory: Path) -> tuple[list, str]:
+    return store.read(directory), (directory / eval_command.CSV).read_text()
 
 
 def test_parts_together_are_the_whole_run_bit_for_bit(run, capsys, monkeypatch):
@@ -89,7 +89,7 @@ def test_parts_together_are_the_whole_run_bit_for_bit(run, capsys, monkeypatch):
     own = [[store.record_key(r) for r in store.read(part_folder(root, n))] for n in range(1, COUNT + 1)]
     assert sorted(key for keys in own for key in keys) == sorted(whole) and min(map(len, own)) >= 5
     assert len(whole) == 3 * (2 * (3 + 3) + 2)
-    # Parts are not runs of records that follow one another, so that the merge has an order to find.
+    # Parts are not runs of records that follow one another, so that the reader has an order to find.
     assert [key for keys in own for key in keys] != whole
     table = (root / "whole" / "printed").read_text().partition("wrote")[0]
     assert cli.main(["report", str(root / "out")]) == 0
@@ -118,7 +118,7 @@ def test_folders_in_any_order_and_another_place_merge_too(run):
     # A copy of a part adds nothing, and is no contradiction.
     shutil.copytree(root / "node2", root / "copy")
     merge.merge([Path(f) for f in folders] + [root / "copy"], root / "again")
-    assert (root / "again" / store.RECORDS).read_bytes() == (root / "whole" / store.RECORDS).read_bytes()
+    assert store.read(root / "again") == store.read(root / "whole")
 
 
 def test_a_part_that_was_killed_goes_on(run, capsys, monkeypatch):
@@ -235,7 +235,7 @@ def test_what_does_not_belong_together_is_refused(run, capsys):
     refused(root / "out", says="cells.json is missing")
     shutil.copy(two / parts.CELLS, one)
     merge.merge([root / "out"])
-    assert (root / "out" / store.RECORDS).read_bytes() == (root / "whole" / store.RECORDS).read_bytes()
+    assert store.read(root / "out") == store.read(root / "whole")
 
 
 def test_the_job_array_decides_without_a_flag_and_says_so(run, capsys, monkeypatch):

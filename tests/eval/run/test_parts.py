@@ -1,5 +1,6 @@
 """Parts of a run: which one a job array asks for, and how cells are divided."""
 
+import dataclasses
 import itertools
 from collections import Counter
 
@@ -7,13 +8,10 @@ import numpy as np
 import pytest
 
 from kvjax.errors import KvjaxError
-from kvjax.eval.run import parts, time_estimate
+from kvjax.eval.run import parts
 from kvjax.eval.run.cells import make_cells
 from kvjax.eval.run.parts import Part, assign_parts, detect_part, parse_part
 from kvjax.eval.tasks.case import Ask, Case
-from kvjax.testing import toy_model
-
-MODEL = toy_model(layers=1)
 
 
 def slurm(task, count, first, last, step=None):
@@ -85,17 +83,30 @@ def make_cases(*groups):
 
 
 def count_work(cell):
-    """A cell's work from its sizes: every method decodes, and one pass or each reads."""
-    batch, weights = cell.batch, time_estimate.weights_per_token(MODEL)
-    step = time_estimate.make_step(batch.cases, batch.batch_size, batch.max_new_tokens, False)
-    return parts.estimate_work(MODEL.config, weights, step, len(cell.methods))
+    return cell.count_tokens(False) * len(cell.methods)
+
+
+def test_the_work_of_a_cell_is_its_tokens():
+    ask = Ask(np.zeros(5, np.int32), "exact", ("x",), 7)
+    context = np.zeros(100, np.int32)
+
+    def count(*cases, question_aware=False, batch=2, speed=()):
+        (cell,) = make_cells(cases, ["full"], batch, speed)
+        return cell.count_tokens(question_aware)
+
+    asks = Case("niah", "0", context, asks=(ask, ask))
+    assert count(asks) == 100 + 2 * (5 + 16 * 7) and count(asks, question_aware=True) == count(asks) + 100
+    turns = dataclasses.replace(asks, turns=True)
+    assert count(turns, question_aware=True) == count(turns) == count(asks)
+    assert count(Case("ppl", "0", context, follows=context[:20]), Case("ppl", "1", context, follows=context)) == 320
+    assert count(speed=(64,), batch=8) == 3 * 8 * (64 + 16 * 64)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 13])
 def test_all_parts_are_the_whole_and_none_is_larger_than_it_must_be(count):
     sizes = ("niah", 512, 24, 16), ("niah", 1024, 24, 16), ("niah", 8192, 12, 16), ("ppl", 2048, 16, 512)
     cells = make_cells(list(make_cases(*sizes)), [f"m{i}" for i in range(20)], 4, (512, 8192))
-    numbers = assign_parts(MODEL, cells, count, False)
+    numbers = assign_parts(cells, count, False)
     assert len(numbers) == len(cells) and set(numbers) == set(range(1, count + 1))
     work = [count_work(cell) for cell in cells]
     totals = [sum(w for w, n in zip(work, numbers, strict=True) if n == part) for part in range(1, count + 1)]
@@ -103,12 +114,12 @@ def test_all_parts_are_the_whole_and_none_is_larger_than_it_must_be(count):
     # Cells of one shape and group stay together, so that a part compiles few programs.
     shapes = [(cell.methods, cell.task, cell.batch.cases[0].about["length"]) for cell in cells]
     assert len(set(zip(shapes, numbers, strict=True))) <= len(set(shapes)) + count - 1
-    assert numbers == assign_parts(MODEL, cells, count, False)
+    assert numbers == assign_parts(cells, count, False)
 
 
 def test_lengths_that_differ_much_weigh_by_their_work():
     cells = make_cells(list(make_cases(("a", 256, 32, 8), ("b", 8192, 4, 8))), ["full"], 1)
-    numbers, work = assign_parts(MODEL, cells, 4, False), [count_work(cell) for cell in cells]
+    numbers, work = assign_parts(cells, 4, False), [count_work(cell) for cell in cells]
     totals = [sum(w for w, n in zip(work, numbers, strict=True) if n == part) for part in range(1, 5)]
     assert max(totals) < 1.1 * sum(work) / 4
     assert Counter(numbers) == {1: 33, 2: 1, 3: 1, 4: 1}  # the long ones lie in four parts
@@ -130,5 +141,5 @@ def test_the_cut_is_the_best_of_all():
 
 def test_there_may_be_more_parts_than_cells():
     cells = make_cells(list(make_cases(("a", 64, 2, 8))), ["full"], 1)
-    numbers = assign_parts(MODEL, cells, 5, False)
+    numbers = assign_parts(cells, 5, False)
     assert len(set(numbers)) == 2 and set(numbers) <= set(range(1, 6))

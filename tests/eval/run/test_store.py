@@ -130,7 +130,7 @@ def test_a_lost_or_damaged_run_json_is_named(tmp_path, damage):
 
 
 def test_a_number_that_is_none_is_refused_before_anything_is_written(tmp_path):
-    says = r"the record of full on niah/1 cannot be written as JSON \(.*\); mend the task or its metric"
+    says = r"the record of full on niah/1 cannot be written as JSON \(.*\); fix the task or its metric"
     for value in (float("nan"), {1, 2}):
         with pytest.raises(KvjaxError, match=says), store.open_store(tmp_path, RUN) as s:
             s.append([record(0), record(1, bits=value)])
@@ -185,7 +185,7 @@ def test_what_a_run_writes_can_be_read_again(tmp_path):
     lines = [*fake_run.records(["full", "offload"], ["niah", "ppl", "turns.recall"], [512], 2)]
     write(tmp_path, *lines)
     assert store.read(tmp_path) == lines
-    with pytest.raises(KvjaxError, match="the record of full on niah/9 has .* as 'scores'.*mend the task"):
+    with pytest.raises(KvjaxError, match="the record of full on niah/9 has .* as 'scores'.*fix the task"):
         write(tmp_path, record(9, scores=[2.0]))
     assert store.read(tmp_path) == lines
 
