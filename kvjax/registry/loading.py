@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib
 import importlib.metadata
-import importlib.util
 import os
 import sys
 import threading
@@ -21,15 +21,16 @@ from kvjax.utils.files import expand_user
 ENTRY_POINT_GROUP = "kvjax.methods"
 """The group of entry points in which an installed package names its methods."""
 
-_SOURCES: dict[Path, bytes] = {}  # of each loaded file, so that an edited file is loaded again
+_loaded: dict[Path, types.ModuleType] = {}  # the module of each file, whose name says what was in it
 _LOCK = threading.RLock()  # reentrant: a package may ask for other methods while its own are loading
 
 
 def load_methods(source: str | os.PathLike[str]) -> tuple[str, ...]:
     """Loads methods of your own, so that their names work in strings wherever those of kvjax do.
 
-    A file that was loaded before is loaded again only if it was edited. The folder of the file, or the current folder
-    for a module, goes to the end of `sys.path`, so that it may import the files next to it.
+    A file is run as a module of its own, and again when it was edited: its new methods replace those that it defined
+    before. The files that it imports are not read again, as everywhere in Python. The folder of the file, or the
+    current folder for a module, goes to the end of `sys.path`, so that it may import the files next to it.
 
     Args:
       source: a Python file such as "my_method.py", or a module such as "my_package.methods".
@@ -78,11 +79,6 @@ def load_methods(source: str | os.PathLike[str]) -> tuple[str, ...]:
     )
 
 
-def loaded_source(path: Path) -> bytes:
-    """Returns the text of a file as it was when `load_methods` ran it, and as it is now if it never did."""
-    return _SOURCES[path] if path in _SOURCES else path.read_bytes()
-
-
 def load_all() -> dict[str, MethodEntry]:
     """Imports and returns all methods: kvjax's, installed packages', and the user's own.
 
@@ -118,47 +114,36 @@ def _waiting_entry_points() -> list[importlib.metadata.EntryPoint]:
 
 
 def _load_file(path: Path) -> types.ModuleType:
-    """Runs a file as a module, unless a module was made of the same text before."""
+    """Runs a file as a module, unless it is the one that was loaded last."""
     source = path.read_bytes()
-
-    def is_source(module: types.ModuleType) -> bool:
-        file = getattr(module, "__file__", None)
-        return isinstance(file, str) and os.path.basename(file) == path.name and Path(file).resolve() == path
-
-    # The file may have been imported under any name, `__main__` included.
-    known = next(filter(is_source, list(sys.modules.values())), None)
-    if known and _SOURCES.get(path, source) == source:
-        return known
-    for name in [name for name, entry in REGISTRY.items() if source_file(entry.make) == path]:
-        del REGISTRY[name]  # the edited file may have renamed its methods
-    # The name by which `import` finds this very file, or else its path, which no other module has; a dot would
-    # make it a part of a package.
-    name = known.__name__ if known else str(path).replace(".", "_")
-    if not known and path.stem.isidentifier() and path.stem not in sys.modules:
-        found = importlib.util.find_spec(path.stem)
-        name = path.stem if found and found.origin and Path(found.origin).resolve() == path else name
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None  # it is None only for a suffix that no loader takes
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look up their module there
+    # The name is that of the content: an edited file is another module, and another process finds what was pickled.
+    name = f"{path.stem.replace('.', '_')}_{hashlib.sha256(source).hexdigest()[:16]}"
+    if path in _loaded and _loaded[path].__name__ == name:
+        return _loaded[path]
+    for method in [method for method, entry in REGISTRY.items() if source_file(entry.make) == path]:
+        del REGISTRY[method]  # the edited file may have renamed its methods
+    module = types.ModuleType(name)
+    module.__file__, module.__package__ = str(path), ""
+    sys.modules[name] = module  # dataclasses and pickle look up their module there
     try:
-        # The loader itself would use a compiled file, which notices an edit only by its second and its size.
-        exec(compile(source, path, "exec", dont_inherit=True), module.__dict__)
+        exec(compile(source, path, "exec", dont_inherit=True), vars(module))
     except BaseException:
-        sys.modules.pop(name) if known is None else sys.modules.update({name: known})
+        del sys.modules[name]
         raise
-    _SOURCES[path] = source
+    _loaded[path] = module
     return module
 
 
 def _find_methods(module: types.ModuleType, before: dict[str, MethodEntry]) -> tuple[str, ...]:
     """The names of users' methods that a module defines or imports, or that were registered since `before`."""
-    values = {id(value) for value in vars(module).values()}
+    values, file = {id(value) for value in vars(module).values()}, getattr(module, "__file__", None)
     return tuple(
         name
         for name, entry in REGISTRY.items()
         if not is_builtin(entry.make)
         and (
             f"{entry.make.__module__}.".startswith(f"{module.__name__}.")
+            or (file is not None and source_file(entry.make) == Path(file).resolve())
             or id(entry.make) in values
             or entry is not before.get(name)
         )

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from kvjax.errors import KvjaxError
-from kvjax.registry.loading import load_methods, loaded_source
+from kvjax.registry.loading import load_methods
 from kvjax.registry.registration import is_builtin, source_file
 from kvjax.registry.strings import find_entry, split_methods
 
@@ -49,8 +49,10 @@ def pack_sources(methods: Iterable[str]) -> list[MethodSources]:
                 f"{name} is defined in a notebook or a script, which no other process can load; move it to a file and "
                 f"load that, as in kvjax.method_api.load_methods('{name}.py')"
             )
-        # A module of a package is imported by its dotted name, from the folder above the outermost package.
-        if (file.parent / "__init__.py").exists() or "." in module:
+        # A module of a package is imported by its dotted name, from the folder above the outermost package. What
+        # `load_methods` has run as a file has no import spec.
+        is_imported = sys.modules[module].__spec__ is not None
+        if is_imported and ((file.parent / "__init__.py").exists() or "." in module):
             roots.setdefault(file.parents[module.count(".") + (file.stem == "__init__")], set()).add(module)
         else:
             roots.setdefault(file.parent, set()).add(file.name)
@@ -63,7 +65,7 @@ def pack_sources(methods: Iterable[str]) -> list[MethodSources]:
             # A user's file may lie beside a clone of kvjax, or above a virtual environment.
             is_foreign = module.__name__.partition(".")[0] in ("kvjax", "checkpoints_convert")
             if path is not None and is_own and not is_foreign and not set(INSTALLED) & set(path.parts):
-                files[str(path.relative_to(root))] = loaded_source(path)
+                files[str(path.relative_to(root))] = path.read_bytes()
         packed.append(MethodSources(files, tuple(sorted(names))))
     return packed
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import json
+import os
+import pickle
 import subprocess
 import sys
 import textwrap
@@ -24,6 +26,7 @@ from kvjax.registry.method_hash import method_hash
 from kvjax.registry.registration import REGISTRY
 from kvjax.testing import toy_model
 
+ROOT = Path(kvjax.__file__).parent.parent
 VALUE_NORM = """
 import dataclasses
 
@@ -52,7 +55,7 @@ def nothing_remains(clean_registry, monkeypatch, tmp_path):
     """Paths and what was loaded are as before."""
     monkeypatch.setenv("KVJAX_CACHE", jax.config.jax_compilation_cache_dir)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(loading, "_SOURCES", {})
+    monkeypatch.setattr(loading, "_loaded", {})
     monkeypatch.chdir(tmp_path)
 
 
@@ -92,21 +95,40 @@ def test_a_file_is_loaded_once_and_again_when_it_was_edited(tmp_path):
     load_methods(path)
     method, before = kvjax.parse("value_norm"), method_hash(kvjax.parse("value_norm"))
     assert load_methods(str(path)) == ("value_norm",) and kvjax.parse("value_norm") == method
-    assert load_methods("mine") == load_methods("./mine.py") == ("value_norm",)  # the same file by other names
-    assert kvjax.parse("value_norm") == method
+    assert load_methods("./mine.py") == ("value_norm",) and kvjax.parse("value_norm") == method
+    assert load_methods("mine") == load_methods("mine.py") == ("value_norm",)  # also as a module of its own
     write(path, sign="-")
     assert load_methods(path) == ("value_norm",)
     assert method_hash(kvjax.parse("value_norm")) != before == method_hash(method)
+    write(path)
+    assert load_methods(path) == ("value_norm",) and method_hash(kvjax.parse("value_norm")) == before
+    write(path, "1 / 0")
+    with pytest.raises(KvjaxError, match="line 1: ZeroDivisionError"):
+        load_methods(path)
+    assert method_hash(kvjax.parse("value_norm")) == before  # what was there before stays
     write(path, name="other")
     assert load_methods(path) == ("other",) and "value_norm" not in REGISTRY
 
 
-def test_a_file_that_is_imported_has_the_same_methods(tmp_path):
+def test_a_file_that_was_imported_can_be_loaded_too(tmp_path):
     path = write(tmp_path / "mine_too.py")
     sys.path.append(str(tmp_path))
     import mine_too  # type: ignore
 
-    assert load_methods(path) == ("value_norm",) and REGISTRY["value_norm"].make is mine_too.value_norm
+    assert load_methods(path) == ("value_norm",)
+    assert REGISTRY["value_norm"].make(4).string == mine_too.value_norm(4).string
+
+
+def test_a_value_of_a_loaded_file_pickles_for_another_process(tmp_path):
+    load_methods(path := write(tmp_path / "mine.py"))
+    pickled = pickle.dumps(kvjax.parse("value_norm:budget=4"))
+    code = "import sys, pickle; from kvjax.method_api import load_methods; load_methods(sys.argv[1]); "
+    code += "print(pickle.load(sys.stdin.buffer).string)"
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "mine.py").write_bytes(path.read_bytes())  # another folder, as on another machine
+    command = [sys.executable, "-c", code, str(tmp_path / "other" / "mine.py")]
+    done = subprocess.run(command, input=pickled, capture_output=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert done.stdout.decode() == "value_norm:budget=4\n", done.stderr
 
 
 def test_a_module_of_a_package_and_what_it_brings(tmp_path):
@@ -272,7 +294,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("command", [["mine.py"], ["-m", "mine"]])
 def test_a_script_that_loads_itself_has_its_methods_already(tmp_path, monkeypatch, command):
     write(tmp_path / "mine.py", VALUE_NORM + SCRIPT)
-    monkeypatch.setenv("PYTHONPATH", str(Path(kvjax.__file__).parent.parent))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "value_norm(" in done.stdout and done.stderr == ""

@@ -390,8 +390,8 @@ class RayWorkers:
                     index, records, errors = pool.get_next_unordered()
                 except self._ray.exceptions.RayTaskError as e:
                     raise _name_cause(e) from e
-                except self._ray.exceptions.RayActorError:
-                    continue  # its cell stays in `left`
+                except self._ray.exceptions.RayError:
+                    continue  # the worker is gone, and its cell stays in `left`
                 for error in errors:
                     self._say(error)
                 failures += errors
@@ -408,12 +408,12 @@ class RayWorkers:
 
     def _leave_out_lost(self) -> None:
         """Leaves out the workers that Ray could not start again; raises KvjaxError if none is left."""
-        errors, alive = self._ray.exceptions, []
+        alive = []
         for actor in self._actors:
             try:
                 self._ray.get(actor.process_id.remote(), timeout=PLACE_SECONDS)
                 alive.append(actor)
-            except (errors.RayActorError, errors.GetTimeoutError):
+            except self._ray.exceptions.RayError:
                 self._ray.kill(actor, no_restart=True)
         num_lost, self._actors = len(self._actors) - len(alive), alive
         if not alive:
@@ -475,9 +475,9 @@ class RayWorkers:
             ) from e
         except errors.RayTaskError as e:
             raise _name_cause(e) from e
-        except errors.RayActorError as e:
+        except errors.RayError as e:
             remedy = "its node may lack memory for as many workers: give a smaller --workers"
-            if e.actor_init_failed:
+            if getattr(e, "actor_init_failed", False):
                 remedy = "install the same version of kvjax on every node"
             raise KvjaxError(f"a worker cannot start: {_last_line(e)}; {remedy}") from e
         self._machine = self._machine or found[0]["machine"]
