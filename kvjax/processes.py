@@ -1,12 +1,12 @@
 """Several processes that run one program on the devices of all of them: how they start, agree, and end.
 
-Every process runs the same calls in the same order, as computations over devices of several processes need. JAX starts
-them (`jax.distributed`), on CPUs with gloo. All of it goes through the key-value store of JAX's coordinator, which
-is the first process, and neither compiles nor touches a device.
+Every process runs the same calls in the same order, as computations over devices of several processes need. JAX joins
+them (`jax.distributed`), on CPUs with gloo. The processes exchange values through the key-value store of JAX's
+coordinator, which is the first process; an exchange neither compiles nor touches a device.
 
-Nobody waits for a process that is gone. Each process reports to the coordinator once a second, and one that stops
-reporting ends the others: by a `ProcessLost` where a computation between devices fails, and otherwise, as while a
-computation waits for the lost one, by one line on stderr and exit status 1.
+A process that is gone ends the others. Each process reports to the coordinator once a second. When one stops reporting,
+a computation between devices that fails raises `ProcessLost`; a process that waits in a computation ends with one line
+on stderr and exit status 1.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ threads waiting for so long, as a C extension can, would look like a process tha
 HEARTBEAT_TIMEOUT_SECONDS = 55  # JAX's own, by which it aborts the process: later than ours, which has a message
 REPORT_SECONDS = 1.0
 GRACE_SECONDS = 4.0  # for an error of several processes to be reported by each before any of them takes others along
-MAX_TEXT, SHOWN = 1_000_000, 60  # characters of a value that is compared, and of it in an error
+MAX_TEXT, SHOWN = 1_000_000, 60  # characters of a value that are compared, and that an error shows
 # Words in the errors of computations between processes: those of gloo (on CPUs), NCCL and the coordinator.
 CONNECTION_ERRORS = re.compile(
     r"gloo|nccl|heartbeat|coordination service|connection (closed|reset|refused)|socket closed", re.IGNORECASE
@@ -55,8 +55,8 @@ def initialize(
 ) -> None:
     """Makes this process one of several, whose devices then form one list, `jax.devices()`.
 
-    It comes before everything that asks JAX for a device. A program that has called `jax.distributed.initialize` itself
-    may call this afterwards, for the errors when a process is lost.
+    Call it before anything asks JAX for a device. A program that has called `jax.distributed.initialize` itself may
+    call this afterwards, for the errors when a process is lost.
 
     Args:
       coordinator: host:port of the first process; None to ask SLURM, Open MPI, Kubernetes or the TPU pod, as
@@ -66,8 +66,8 @@ def initialize(
       lost_after_seconds: seconds after which a process that no longer reports is taken for lost, at most 50.
 
     Raises:
-      KvjaxError: an address or number that is none; a coordinator or processes that do not answer in time; processes
-        that run other versions of kvjax or JAX.
+      KvjaxError: the address or the number cannot be read, the coordinator or a process does not answer in time, or
+        the processes run different versions of kvjax or JAX.
     """
     global _run
     if _run is not None:
@@ -108,12 +108,12 @@ def parse_process(process: str | tuple[int, int]) -> tuple[int, int]:
     numbers = re.fullmatch(r"(\d{1,6})/(\d{1,6})", process) if isinstance(process, str) else None
     number, count = map(int, numbers.groups()) if numbers else process if isinstance(process, tuple) else (0, 0)
     if not 1 <= number <= count:
-        raise KvjaxError(f"process {process!r} is none of several: write 1/2 for the first of two, up to 2/2")
+        raise KvjaxError(f"process {process!r} must be a number and a count: 1/2 for the first of two, up to 2/2")
     return number - 1, count
 
 
 def is_started_by_a_cluster() -> bool:
-    """Whether SLURM or Open MPI says that it has started this process as one of several."""
+    """Returns whether SLURM or Open MPI has started this process as one of several."""
     counts = os.environ.get("SLURM_STEP_NUM_TASKS", ""), os.environ.get("OMPI_COMM_WORLD_SIZE", "")
     return any(x.isdecimal() and int(x) > 1 for x in counts)
 
@@ -134,7 +134,7 @@ def process_name(index: int | None = None) -> str:
 
 
 def is_writer() -> bool:
-    """Whether this process is the one that writes files and prints results."""
+    """Returns whether this process is the one that writes files and prints results."""
     return process_index() == 0
 
 
@@ -202,9 +202,9 @@ def lost_process(error: BaseException) -> ProcessLost | None:
 
 
 def end_after_error(error: BaseException, status: int) -> None:
-    """Ends this process of several at once after an error that it has printed; for a process on its own does nothing.
+    """Ends a process of several at once, after an error that it has printed; a process on its own goes on.
 
-    JAX would wait at the end for the other processes, and abort. They end by an error that has this one's message.
+    JAX would wait at the end for the other processes, and abort. The others end with this error's message.
     """
     if _run is not None and _run.count > 1:
         is_lost = isinstance(error, ProcessLost)
@@ -215,7 +215,7 @@ def end_after_error(error: BaseException, status: int) -> None:
 def _parse_address(coordinator: str) -> tuple[str, int]:
     host, _, port = coordinator.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise KvjaxError(f"the coordinator {coordinator!r:.80} is no host:port, such as 10.0.0.1:1234")
+        raise KvjaxError(f"the coordinator must be host:port, such as 10.0.0.1:1234, got {coordinator!r:.80}")
     return host.strip("[]"), int(port)
 
 
@@ -241,7 +241,7 @@ def _connect(coordinator: str | None, index: int | None, count: int | None, dead
 
     def run() -> None:
         try:
-            # A timeout of JAX's own aborts the process; this one never comes.
+            # JAX aborts the process at its own timeout, so that this one is too long to be reached.
             jax.distributed.initialize(
                 coordinator,
                 count,
@@ -277,7 +277,7 @@ def _connect(coordinator: str | None, index: int | None, count: int | None, dead
 
 @dataclasses.dataclass
 class _Run:
-    """This process's part in a run of several: its reports to the coordinator, and what it knows of the others."""
+    """This process in a run of several: its reports to the coordinator, and those of the others."""
 
     client: Any  # of the coordinator's key-value store
     index: int
@@ -292,7 +292,7 @@ class _Run:
     num_failures: int = 0  # rounds in a row that it refused
     stopping: threading.Event = dataclasses.field(default_factory=threading.Event)
     leaving: threading.Lock = dataclasses.field(default_factory=threading.Lock)
-    own_state: str = ""  # the last word of this process, which ends its reports
+    own_state: str = ""  # the last report of this process
     is_coordinator_lost: bool = False
     is_aborting: bool = False
     abort_handler: Any = None
@@ -307,7 +307,7 @@ class _Run:
         hook = sys.excepthook
 
         def tell_others(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-            self.leaving.acquire()  # where another thread ends the process already, its line is the last one
+            self.leaving.acquire()  # waits for good where another thread ends the process already
             hook(kind, error, trace)
             lost = error if isinstance(error, ProcessLost) else lost_process(error)
             if lost is not None and lost is not error:
@@ -371,9 +371,9 @@ class _Run:
         return f"{who} {what}{goes_on}; what was recorded is kept"
 
     def leave(self, kind: str, message: str, status: int = 1) -> None:
-        """Says a last word to the others and ends the process without waiting for them at JAX's end.
+        """Reports the end to the others, and ends the process without JAX's wait for them.
 
-        The caller holds `leaving`, for which other threads that want to leave wait until the end.
+        The caller holds `leaving`, so that other threads that want to leave wait for the end of the process.
         """
         reason = " ".join(message.split()).partition(f"; {process_name(self.index)} cannot go on")[0]
         self.own_state = f"{kind} {reason[:1000]}"
@@ -397,7 +397,7 @@ class _Run:
         )
 
     def _end_by_message(self, message: str) -> None:
-        """Ends the process from another thread than the one that computes, which may wait for the lost one for good."""
+        """Ends the process from a thread that does not compute: the one that does may wait for the lost process."""
         self.leaving.acquire()
         os.write(2, f"kvjax: {message}\n".encode())
         self.leave("lost", message)
@@ -446,26 +446,26 @@ class _Run:
         self.stopping.set()
 
     def _on_abort(self, _: int) -> None:
-        """Tells the death of the coordinator from other reasons to abort, which take their course."""
+        """Ends with the message of a lost coordinator where that is the reason of an abort."""
         ctypes.CDLL(None).signal(signal.SIGABRT, None)
         self.is_aborting = True
         if self.index and not _within(2.0, lambda: self.client.key_value_dir_get("kvjax/report/")):
             self.is_coordinator_lost = True
             self._end_by_message(self._describe(0))
         self.is_aborting = False
-        if self.leaving.locked():  # another thread tells an error already
+        if self.leaving.locked():  # another thread reports an error already
             time.sleep(2 * GRACE_SECONDS)
 
 
 def _within(seconds: float, fun: Any) -> bool:
-    """Whether a call returned in time and without an error; one that does not is left behind."""
+    """Returns whether a call returned in time and without an error; a call that hangs is left in its thread."""
     done = []
 
     def run() -> None:
         try:
             fun()
             done.append(True)
-        except Exception:  # what cannot be said or flushed any more does not keep the process
+        except Exception:  # the process ends all the same
             pass
 
     thread = threading.Thread(target=run, daemon=True)

@@ -85,7 +85,7 @@ def test_a_coordinator_whose_others_do_not_come_says_so_in_time():
 
 @pytest.mark.parametrize("process", ["0/2", "3/2", "1", "a/b", (0, 2), 7])
 def test_a_number_that_is_none_is_refused(process):
-    with pytest.raises(KvjaxError, match="is none of several"):
+    with pytest.raises(KvjaxError, match="must be a number and a count"):
         processes.parse_process(process)
 
 

@@ -112,8 +112,8 @@ def test_the_command_line_generates_in_two_processes(monkeypatch, capsys):
         (["--mesh", "heads=1,batch=2"], "axis B of size 1 does not divide over the 2 devices"),
         (["--mesh", "2"], "the mesh '2' is none: write batch x heads"),
         (["--process", "1/2"], "needs both, the coordinator's host:port and the process as 1/2"),
-        (["--coordinator", "here", "--process", "1/2"], "'here' is no host:port"),
-        (["--coordinator", "here:1", "--process", "3/2"], "'3/2' is none of several"),
+        (["--coordinator", "here", "--process", "1/2"], "such as 10.0.0.1:1234, got 'here'"),
+        (["--coordinator", "here:1", "--process", "3/2"], "'3/2' must be a number and a count"),
     ],
 )
 def test_a_run_that_cannot_be_is_refused_before_it_starts(words, message, capsys):

@@ -99,7 +99,7 @@ def _fit(text: str, share: Fraction, max_bytes: int, config: Config, prompt_toke
 
 
 def parse_shares(text: str) -> list[Fraction]:
-    """Parses fractions such as "1/2,1/4" or "0.25"; raises KvjaxError for a text that is none."""
+    """Parses fractions such as "1/2,1/4" or "0.25"; raises KvjaxError for any other text."""
     shares = []
     for word in [word.strip() for word in text.split(",") if word.strip()] or [text]:  # an empty text is no fraction
         exponent = word.lower().partition("e")[2]
