@@ -85,6 +85,24 @@ def run_cells(workers, folder, *methods):
     return {cell.index: records for cell, records in done}, failures
 
 
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--workers", "2"], "--workers is how many workers --ray has"),
+        (["--ray", "somewhere"], "'local', 'auto' or HOST:PORT"),
+        (["--ray", "local", "--workers", "0"], "workers must be an integer from 1"),
+        (["--ray", "127.0.0.1:9"], "no Ray cluster answers at 127.0.0.1:9"),
+        (["--ray", "auto"], "no Ray cluster answers at "),  # that of RAY_ADDRESS
+    ],
+)
+def test_wrong_options_end_with_one_line_before_a_model_is_loaded(args, says, tmp_path, capsys, monkeypatch):
+    # This comes before the cluster of the other tests, to which `auto` would connect.
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
+    assert cli.main(["eval", "--model", "no-such-model", "--out", str(tmp_path), *args]) == 2
+    error = capsys.readouterr().err
+    assert says in error and error.count("\n") == 1
+
+
 def test_two_workers_of_which_one_is_killed_write_what_one_process_writes(
     cluster,
     toy,  # noqa: F811
@@ -253,23 +271,6 @@ def test_a_users_method_travels_with_the_modules_beside_it(tmp_path, clean_regis
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     child = subprocess.run([sys.executable, "-c", code], input=pickle.dumps([packed]), capture_output=True, env=env)
     assert child.stdout.decode().strip() == method_hash(kvjax.parse("my_norm:budget=4")), child.stderr.decode()
-
-
-@pytest.mark.parametrize(
-    ("args", "says"),
-    [
-        (["--workers", "2"], "--workers is how many workers --ray has"),
-        (["--ray", "somewhere"], "'local', 'auto' or HOST:PORT"),
-        (["--ray", "local", "--workers", "0"], "workers must be an integer from 1"),
-        (["--ray", "127.0.0.1:9"], "no Ray cluster answers at 127.0.0.1:9"),
-        (["--ray", "auto"], "no Ray cluster answers at "),  # that of RAY_ADDRESS
-    ],
-)
-def test_wrong_options_end_with_one_line_before_a_model_is_loaded(args, says, tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
-    assert cli.main(["eval", "--model", "no-such-model", "--out", str(tmp_path), *args]) == 2
-    error = capsys.readouterr().err
-    assert says in error and error.count("\n") == 1
 
 
 def test_a_missing_ray_is_named_with_its_remedy(capsys, monkeypatch):
