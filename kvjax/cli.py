@@ -213,6 +213,7 @@ def _parser() -> argparse.ArgumentParser:
         "--length", type=_integer, default=90, help="tokens of the longest prompt (default: %(default)s)"
     )
     check.add_argument("--seed", type=_integer, default=0)
+    check.add_argument("--quick", action="store_true", help="what breaks first: shapes, positions, numbers, codecs")
     check.set_defaults(run=_check)
 
     _add_calibrate(commands.add_parser("calibrate", help="a table that a method needs, from a model and a text"))
@@ -507,12 +508,16 @@ def _models(args: argparse.Namespace) -> None:
 
 def _check(args: argparse.Namespace) -> int:
     """Prints the rules that a method keeps; or the first that it breaks, with status 1."""
+    import jax
+
     from kvjax import testing
 
+    # Programs run for milliseconds here, and compiling them is nearly all of the time.
+    jax.config.update("jax_disable_most_optimizations", True)
     kvjax.parse(args.method)  # a misspelled method is reported before a model is loaded
     model = testing.toy_model() if args.model == "toy" else kvjax.load(args.model) if args.model else None
     try:
-        print(testing.check_method(args.method, model, length=args.length, seed=args.seed))
+        print(testing.check_method(args.method, model, length=args.length, seed=args.seed, quick=args.quick))
     except testing.BrokenRule as e:
         print(f"kvjax: {e}", file=sys.stderr)
         return 1

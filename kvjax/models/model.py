@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import importlib
 import operator
 import os
@@ -237,5 +238,9 @@ def _resolvers() -> list[Any]:
 @checks_keywords
 def random_model(config: Config, seed: int = 0, dtype: Any = jnp.float32) -> Model:
     """Makes a model with random parameters, for tests and benchmarks where only shapes and speed matter."""
-    params = jax.jit(lambda key: nn.unbox(init(config, key, float_type(dtype))))(key_from_seed(seed))
-    return Model(config, params, name="random")
+    return Model(config, _init_params(key_from_seed(seed), config, float_type(dtype)), name="random")
+
+
+@functools.partial(jax.jit, static_argnames=("config", "dtype"))
+def _init_params(key: jax.Array, config: Config, dtype: jnp.dtype) -> Any:
+    return nn.unbox(init(config, key, dtype))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -18,8 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.accounting import kept_positions, state_bytes
+from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.components import Codec, KVStorage
 from kvjax.cache.eviction.scorers import InvalidScores
+from kvjax.cache.eviction.selection import score_prompt
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import Cache, KVMethod, LayerSpec, LayerState
 from kvjax.cache.validation import find_difference, uncompared_fields
@@ -27,11 +28,17 @@ from kvjax.core import memory
 from kvjax.core.rope import Rope
 from kvjax.core.types import Array, KVBlock
 from kvjax.custom_decoder import attach, attend, finish, specs_of
+from kvjax.engine.decode import extend
+from kvjax.engine.forward import Target, layer_calls
+from kvjax.engine.layer_prompt import LayerPrompt, observed_block
 from kvjax.engine.plan import bind
+from kvjax.engine.prefill import prefill, prefill_exactly
 from kvjax.errors import KvjaxError
+from kvjax.generation.compile_options import target_for
 from kvjax.generation.generate import generate
+from kvjax.generation.inputs import pad, round_up
 from kvjax.generation.memory_plan import planned_bytes
-from kvjax.generation.model_calls import capacity_for, extend_padded, logits, run_prompts
+from kvjax.generation.model_calls import capacity_for, extend_padded, logits, replay_prompts, run_prompts
 from kvjax.models.model import Model
 from kvjax.registry.strings import method_of
 from kvjax.testing.index_guard import GuardedMethod, IndexRead
@@ -106,11 +113,6 @@ class ModelRun(MethodRun):
     def are_close(self, x: np.ndarray, y: np.ndarray, factor: int = 1) -> bool:
         """Whether x and y differ by a fraction of the greatest one that rounding explains."""
         return np.abs(x - y).max() <= factor * LOGIT_TOLERANCE[self.model.dtype.itemsize] * np.abs(y).max()
-
-    @functools.cached_property
-    def with_index_guard(self) -> ModelRun:
-        """The same prompts under the method whose layers raise `IndexRead`."""
-        return dataclasses.replace(self, method=GuardedMethod(self.method))
 
 
 class Breach(NamedTuple):
@@ -188,26 +190,45 @@ def find_unpacked(run: ModelRun) -> str | Breach:
     return ""
 
 
-def find_invalid_scores(run: ModelRun) -> str:
-    """Runs without compiling, so that the parts of a method that check values can see them."""
-    # The next rule reports an index that is used, from this same cache.
-    with jax.disable_jit(), contextlib.suppress(IndexRead):
-        try:
-            run.with_index_guard.first_cache  # noqa: B018
-        except InvalidScores as e:
-            return str(e)
+def find_index_read(run: ModelRun) -> str:
+    """Traces the prompts and a step under layers that raise where they use the index; nothing is run."""
+    plan, config = bind(GuardedMethod(run.method), run.model.config), run.model.config
+    tokens, lengths = pad(run.prompts, round_up(len(run.prompts[0])))
+
+    def read_and_step(params: Any, tokens: Array, lengths: Array, new: Array) -> Array:
+        target = Target(config)
+        _, cache = prefill(params, tokens, lengths, plan, target, tokens.shape[1] + DECODED_TOKENS)
+        return extend(params, new, cache, target)[0]
+
+    try:
+        jax.eval_shape(read_and_step, run.model.auto_params, tokens, lengths, tokens[:, :1])
+    except IndexRead as e:
+        where = users_line(e)
+        return f"{where}`spec.index` is used when the layer is called, where it is None and compares as unequal"
     return ""
 
 
-def find_index_read(run: ModelRun) -> str:
-    """Runs without compiling, since compiled programs of guarded layers would serve nothing else."""
-    guarded = run.with_index_guard
-    with jax.disable_jit():
-        try:
-            guarded.feed(guarded.first_cache, [tokens[:1] for tokens in run.following])
-        except IndexRead as e:
-            where = users_line(e)
-            return f"{where}`spec.index` is used when the layer is called, where it is None and compares as unequal"
+def find_invalid_scores(run: ModelRun) -> str:
+    """Runs each layer's scorer on the exact prompts, outside of a program, so that its values can be looked at."""
+    plan, model = bind(run.method, run.model.config), run.model
+    if all(getattr(layer, "selection", None) is None for layer in plan):
+        return ""
+    (tokens, lengths), calls = pad(run.prompts, round_up(len(run.prompts[0]))), layer_calls(plan, model.config)
+    _, prompts = prefill_exactly(
+        model.auto_params,
+        jnp.asarray(tokens),
+        jnp.asarray(lengths),
+        calls,
+        target_for(model, tokens.size, in_place=False),
+        chunk=min((layer.needs.prompt_chunk for layer in plan if layer.needs.prompt_chunk), default=None),
+        replay_prompts=replay_prompts(model, plan),
+    )
+    for layer, prompt in zip(plan, prompts, strict=True):
+        if isinstance(layer, MethodLayer) and layer.selection is not None and isinstance(prompt, LayerPrompt):
+            try:
+                score_prompt(layer.selection, *observed_block(layer, prompt, jnp.asarray(lengths)))
+            except InvalidScores as e:
+                return str(e)
     return ""
 
 
@@ -582,18 +603,18 @@ RULES = (
         find_unpacked,
     ),
     Rule(
-        "scores",
-        "scores are numbers",
-        "Usual cause: a division by zero, or a logarithm of it, at empty slots: mask them before, as in "
-        "`jnp.where(block.pos >= 0, x, 1)`.",
-        find_invalid_scores,
-    ),
-    Rule(
         "place",
         "what depends on a layer's place is known when the method is bound",
         "Give the component a method `at(self, spec)`, which is called for each layer before anything is run, and "
         "returns the component of that layer: keep what follows from `spec.index` in a field of it.",
         find_index_read,
+    ),
+    Rule(
+        "scores",
+        "scores are numbers",
+        "Usual cause: a division by zero, or a logarithm of it, at empty slots: mask them before, as in "
+        "`jnp.where(block.pos >= 0, x, 1)`.",
+        find_invalid_scores,
     ),
     Rule(
         "shapes",
@@ -674,3 +695,7 @@ RULES = (
 
 NUM_STATIC_RULES = 3
 """The first rules run nothing: they look at values and shapes."""
+NUM_RULES_BEFORE_READING = 5
+"""The rules after these look at the prompts and steps of `MethodRun.steps`."""
+NUM_QUICK_RULES = 9
+"""The first rules, those of a quick check, compile little beside these prompts and steps."""

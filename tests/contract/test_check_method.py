@@ -498,9 +498,25 @@ def test_the_report_has_every_rule_and_prints_as_a_table(model, capsys):
     assert [rule.name for rule in report.rules] == [rule.name for rule in rules.RULES]
     assert all(rule.seconds >= 0 for rule in report.rules) and report.seconds >= sum(r.seconds for r in report.rules)
     lines = str(report).splitlines()
-    assert lines[0] == repr(report) and len(lines) == 1 + len(report.rules)
+    assert lines[0] == repr(report) and len(lines) == 2 + len(report.rules)
+    (reading,) = (line for line in lines if "reading the prompts" in line)
+    assert f"{report.reading_seconds:.1f} s" in reading and report.reading_seconds > 0
+    lines.remove(reading)
     assert all(rule.name in line and rule.says in line for rule, line in zip(report.rules, lines[1:], strict=True))
     assert "<td" in report._repr_html_() and "independence" in report._repr_html_()
+
+
+def test_a_quick_check_tries_the_first_rules_and_says_what_it_left_out(model):
+    method = Method(select=make_selection(Norms(), 6))
+    report = check_method(method, model, length=20, quick=True)
+    names = [rule.name for rule in report.rules]
+    assert names == [rule.name for rule in rules.RULES[: rules.NUM_QUICK_RULES]]
+    assert {"shapes", "positions", "finite", "scores", "codecs"} <= set(names)
+    assert f"{len(rules.RULES) - len(names)} rules were left out" in str(report) and "all" not in repr(report)
+    with pytest.raises(BrokenRule, match="Norms.scores gives NaN"):
+        check_method(Method(select=make_selection(Norms("a score that is no number"), 6)), model, length=20, quick=True)
+    mean_of_all = Method(select=make_selection(Norms("scores of all rows together"), 6))
+    assert check_method(mean_of_all, model, length=20, quick=True)  # which `independence` would find
 
 
 def test_it_shows_the_rule_that_it_is_at(model, capsys):

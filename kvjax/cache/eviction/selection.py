@@ -118,7 +118,7 @@ def score_candidates(
     num_kept = count_kept(select, block, num_slots)
     split = split_prompt(block.pos, num_kept, num_slots, select.sinks, select.recent, select.granularity)
     # Heads compete with one another here, so scores stay apart whatever the scope.
-    token_scores = _score(selection, block, observation) if scores is None else scores
+    token_scores = score_prompt(selection, block, observation) if scores is None else scores
     unit_scores = score_units(token_scores.per_kv_head, select.sinks, select.granularity)
     unit_scores = jnp.where(evictable_mask(split, unit_scores.shape[2])[:, None], unit_scores, -jnp.inf)
     return Candidates(unit_scores, split.num_kept_units, split.num_always, token_scores)
@@ -154,7 +154,7 @@ def select_slots(
     num_tokens, size = block.k.shape[2], select.granularity.size
     # Lengths are unknown while tracing: units are those of the padded prompt, and masks say which are real.
     split = split_prompt(block.pos, num_kept, num_slots, select.sinks, select.recent, select.granularity)
-    scores = _score(selection, block, observation) if scores is None else scores
+    scores = score_prompt(selection, block, observation) if scores is None else scores
     unit_scores = _score_units(select, scores.per_kv_head)
     if head_budgets is not None:
         head_budgets = head_budgets.for_lengths(split.length, num_tokens)
@@ -196,7 +196,7 @@ def select_slots(
     return SelectedSlots(units_to_slots(kept, split, num_tokens, num_slots, select.sinks, size), scores)
 
 
-def _score(selection: PromptSelection, block: KVBlock, observation: Observation | None) -> Scores:
+def score_prompt(selection: PromptSelection, block: KVBlock, observation: Observation | None) -> Scores:
     """Runs the scorer, and turns its author's likely mistakes into errors that name them."""
     scorer = selection.select.scorer
     name = type(scorer).__name__
@@ -219,7 +219,7 @@ def _score(selection: PromptSelection, block: KVBlock, observation: Observation 
             f"{name}.scores must return token_scores(x, block) of an x f32[B K S], here {expected}, and returned "
             f"{returned}"
         )
-    if not isinstance(scores.per_kv_head, Tracer):  # values are known under `jax.disable_jit` alone
+    if not isinstance(scores.per_kv_head, Tracer):  # as `kvjax check` calls it, outside of a program
         is_nan, is_real = np.isnan(to_numpy(scores.per_kv_head).astype(np.float32)), to_numpy(block.pos) >= 0
         if (is_nan & is_real).any():
             raise InvalidScores(f"{name}.scores gives NaN, which would win over every number")
