@@ -1,7 +1,7 @@
 # make demo    four methods on the model that ships in the repository, a minute once installed; FULL=1 for eleven
 #              make demo MODEL=smollm2-135m   on a real model
 # make test    all tests                 make test ARGS="-k kcache"   some of them
-# make quick   the tests that a change needs at the desk: no documents, experiments, evaluations or processes
+# make quick   the tests that a change needs at the desk; CONTRIBUTING.md says what is left out
 # make adapters   google-tunix and gemma, in an environment of their own, and the tests of their adapters
 # make bench   all benchmarks, one after the other
 # make gpu       measurements that need a GPU, in stages of minutes; call it again after a cut, and it goes on

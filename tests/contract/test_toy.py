@@ -12,7 +12,7 @@ from kvjax.core.attention import Rule
 from kvjax.errors import KvjaxError
 from kvjax.registry.strings import parse
 from tests.contract import toy
-from tests.contract.cases import FIRST_CASES
+from tests.contract.cases import CASES, FIRST_CASES
 from tests.contract.table import REGISTRY
 
 NO_LOSSLESS_FORM = {case.method for case in FIRST_CASES.values() if not case.lossless}
@@ -46,9 +46,8 @@ def test_no_method_is_left_out():
     assert {*REGISTRY} == {name for name, case in FIRST_CASES.items() if case.lossless} | {*LOSSY}
 
 
-@pytest.mark.parametrize("method", [name for name, case in FIRST_CASES.items() if case.lossless])
-def test_without_loss_it_is_dense_attention_under_the_cap(method):
-    case = FIRST_CASES[method]
+@pytest.mark.parametrize("case", [case for case in CASES if case.lossless], ids=lambda case: case.id)
+def test_without_loss_it_is_dense_attention_under_the_cap(case):
     out, expected = (x[:, :, :, case.exact_from :] for x in (run(case.lossless)[0], toy.dense_outputs(toy.batch())))
     np.testing.assert_allclose(out, expected, atol=5e-6)
 

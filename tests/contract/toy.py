@@ -30,7 +30,7 @@ from tests.contract import layer
 
 VALUE_DIM = 16
 SOFT_CAP = 1.0
-SINKS = np.ones((layer.K, layer.G), np.float32)
+SINKS = np.array([[1.0, 1.5], [0.5, 2.0]], np.float32)  # of each query head
 LOUDNESS = 3.0
 """By which queries are multiplied, as a model does whose scale is not the root of the heads' width."""
 

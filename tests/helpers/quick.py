@@ -6,10 +6,14 @@ from pathlib import Path
 
 import pytest
 
-LEFT_OUT = ("docs", "eval", "experiments", "explore", "planning", "processes")
-"""Folders of tests that run whole programs, or start processes."""
-BY_METHOD = ("attach", "engine", "contract/test_devices.py", "contract/test_outside.py", "contract/test_toy.py")
-"""Folders and files whose tests are about components, under every method that has them."""
+LEFT_OUT = (
+    *("docs", "eval", "experiments", "explore", "planning", "processes"),  # whole programs, and processes
+    *("engine/test_gradients.py", "engine/test_transformations.py"),  # the same steps, under JAX's transformations
+    *("contract/test_check_method.py", "contract/test_products.py"),  # the rules of `kvjax check`, and pairs
+)
+"""Folders and files of tests that are left out; `@pytest.mark.whole` leaves out a single test that takes long."""
+BY_METHOD = ("attach", "engine", "contract")
+"""Folders whose tests run under every method, and find faults of components."""
 
 
 def is_in(item: pytest.Item) -> bool:
@@ -22,13 +26,14 @@ def is_in(item: pytest.Item) -> bool:
     from tests.contract.table import representative_methods
 
     path = item.path.relative_to(Path(__file__).parents[1])
-    if path.parts[0] in LEFT_OUT:
+    if item.get_closest_marker("whole") or any(path.is_relative_to(part) for part in LEFT_OUT):
         return False
     values = item.callspec.params.values() if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ()
     by_id = {case.id: case for case in CASES}
     cases = [x if isinstance(x, MethodCase) else by_id.get(x) for x in values if isinstance(x, MethodCase | str)]
-    is_by_method = any(path.is_relative_to(part) for part in BY_METHOD)
     for case in filter(None, cases):
-        if case is not FIRST_CASES[case.method] or (is_by_method and case.method not in representative_methods()):
+        if case is not FIRST_CASES[case.method]:
+            return False
+        if path.parts[0] in BY_METHOD and case.method not in representative_methods():
             return False
     return True

@@ -8,7 +8,6 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from rouge_score import rouge_scorer
 
 from kvjax.errors import KvjaxError
 from kvjax.eval.tasks.case import Ask
@@ -120,6 +119,7 @@ def test_rouge_l_is_that_of_longbench():
 
 def test_how_far_rouge_l_is_from_rouge_score():
     """The maintained library lowers, drops punctuation and takes one subsequence of all words: another number."""
+    from rouge_score import rouge_scorer  # it imports nltk, which takes seconds
 
     def library_rouge_l(answer: str, reference: str) -> float:
         return rouge_scorer.RougeScorer(["rougeL"]).score(reference, answer)["rougeL"].fmeasure
