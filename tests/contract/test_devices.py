@@ -194,6 +194,7 @@ def make_model(shape: tuple[int, int] | None) -> kvjax.Model:
     return dataclasses.replace(model, params=params, mesh=make_mesh(shape))
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     "method",
     [
