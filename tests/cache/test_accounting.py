@@ -89,6 +89,12 @@ def test_the_exact_cache_by_hand():
         assert measured.reserved["device"] == c.layers * (2 * 128 - tokens) * (token_bytes + 4)
 
 
+def test_a_layer_with_a_window_is_compared_with_the_tokens_of_its_window():
+    config = kvjax.Config.llama(97, 32, 2, heads=4, kv_heads=2, head_dim=16, mlp_width=48, windows=(None, 30))
+    token_bytes = 2 * 2 * 16 * 4 + 4  # keys, values and a position, in one layer
+    assert full_bytes(config, [70, 20], "float32") == (70 + 20 + 30 + 20) * token_bytes + 2 * 2 * 4 + 2 * 4
+
+
 @pytest.mark.parametrize("method", ["full", "snapkv:budget=16,window=4", "h2o:heavy=8,recent=8"])
 def test_decoded_tokens_are_held_and_no_longer_reserved(method):
     _, cache = kvjax.prefill(MODEL, PROMPTS[:1], method, capacity=128)
