@@ -63,8 +63,8 @@ class CheckReport:
     def __str__(self) -> str:
         width = max(len(rule.name) for rule in self.rules)
         lines = [f"  {rule.name:{width}}  {rule.seconds:5.1f} s  {rule.says}" for rule in self.rules]
-        reading = f"  {'':{width}}  {self.reading_seconds:5.1f} s  (reading the prompts and decoding, for those below)"
-        lines.insert(NUM_RULES_BEFORE_READING, reading)
+        reading = "(reading the prompts and decoding, which the rules below look at)"
+        lines.insert(NUM_RULES_BEFORE_READING, f"  {'':{width}}  {self.reading_seconds:5.1f} s  {reading}")
         if self.num_left_out:
             lines.append(f"  {self.num_left_out} rules were left out: check without `quick` before you rely on it")
         return "\n".join([*self.notes, repr(self), *lines])
