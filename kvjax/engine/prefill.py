@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.core import Tracer
 from jax.sharding import Mesh
 from jaxtyping import Float, Float32, Int32
@@ -76,7 +77,7 @@ def prefill(
       chunk: tokens run at a time; None: all at once, or as the method asks.
       num_slots: of each layer's state; None: enough for prompts of T tokens.
       replay_prompts: see `ReplayPrompts`.
-      progress: wraps the indices of the chunks, for a bar; used where the chunks are a Python loop.
+      progress: wraps the indices of layers or chunks, for a bar; used where these are a Python loop.
 
     Returns:
       Logits of each prompt's last token, and the cache.
@@ -85,19 +86,10 @@ def prefill(
     if num_slots is None:
         num_slots = tuple(num_layer_slots(layer, (min(T, capacity),), capacity) for layer in plan)
     calls, needs = layer_calls(plan, target.config, num_slots), [layer.needs for layer in plan]
+    is_fed = all(n.prompt_chunk for n in needs)
     chunk = chunk or min((n.prompt_chunk for n in needs if n.prompt_chunk), default=None)
-    if chunk is None and not any(n.global_budget or n.replay or n.paired_layer for n in needs):
-        # One pass: each layer's exact keys and values exist only until its state has been made of them.
-        observed = [n.observed_queries for n in needs]
-        num_observed: int | None = None
-        if None not in observed and T > SHORT_PROMPT_TOKENS:
-            num_observed = max(1, *(n for n in observed if n is not None))
-            calls = *calls[:-1], dataclasses.replace(calls[-1], selects_queries=True)
-        hidden, angles, _ = embed(outer_params(params), tokens, None, None, target=target)
-        mode, nothing = FullPrefill(lengths, capacity, num_observed), (None,) * len(plan)
-        hidden, states = run_layers(params, hidden, angles, mode, calls, nothing, target=target)
-        hidden = take_last(hidden, lengths if num_observed is None else None)
-    else:
+    if is_fed or any(n.global_budget or n.replay or n.paired_layer for n in needs):
+        # All layers run a chunk before the next one: each is fed it, or layers have to see each other's prompts.
         hidden, prompts = prefill_exactly(
             params,
             tokens,
@@ -109,6 +101,21 @@ def prefill(
             progress=progress,
         )
         states = compress_prompts(prompts, lengths, calls, capacity, target.mesh)
+    elif chunk is not None:
+        hidden, states = prefill_by_layer(
+            params, tokens, lengths, calls, target, capacity, chunk=chunk, progress=progress
+        )
+    else:
+        # One pass: each layer's exact keys and values exist only until its state has been made of them.
+        observed = [n.observed_queries for n in needs]
+        num_observed: int | None = None
+        if None not in observed and T > SHORT_PROMPT_TOKENS:
+            num_observed = max(1, *(n for n in observed if n is not None))
+            calls = *calls[:-1], dataclasses.replace(calls[-1], selects_queries=True)
+        hidden, angles, _ = embed(outer_params(params), tokens, None, None, target=target)
+        mode, nothing = FullPrefill(lengths, capacity, num_observed), (None,) * len(plan)
+        hidden, states = run_layers(params, hidden, angles, mode, calls, nothing, target=target)
+        hidden = take_last(hidden, lengths if num_observed is None else None)
     logits = target.unembed(outer_params(params), hidden, target=target)
     # Arrays of zeros are constants until the first token is written, and a caller's loop needs one type throughout.
     return logits, vary(Cache(states, lengths, capacity, plan, target.config, params["embedding"].dtype.name))
@@ -183,14 +190,92 @@ def prefill_exactly(
     prompts, hidden = carry
     if any(call.layer.needs.replay for call in calls):
         prompts = replay(params, tokens, lengths, prompts, calls, target, replay_prompts=replay_prompts)
-    prompts = list(prompts)
-    for i, (call, prompt) in enumerate(zip(calls, prompts, strict=True)):
-        if isinstance(prompt, LayerPrompt):
-            layer_params, projection = params[f"layer_{i}"], None
-            if call.layer.needs.output_projection:
-                projection = output_projection_of(layer_params, target.config.kind(i))[None]
-            prompts[i] = prompt._replace(output_projection=projection, sinks=sinks_of(layer_params))
-    return hidden, prompts
+    layers = enumerate(zip(calls, prompts, strict=True))
+    return hidden, [_add_parameters(prompt, call, params[f"layer_{i}"]) for i, (call, prompt) in layers]
+
+
+def _add_parameters(prompt: LayerPrompt | Any, call: LayerCall, params: Any) -> LayerPrompt | Any:
+    """Adds what a layer's method observes of the layer's parameters to its prompt."""
+    if not isinstance(prompt, LayerPrompt):
+        return prompt
+    assert call.kind is not None
+    projection = output_projection_of(params, call.kind)[None] if call.layer.needs.output_projection else None
+    return prompt._replace(output_projection=projection, sinks=sinks_of(params))
+
+
+class PromptChunk(NamedTuple):
+    """Tokens that run through a layer at once; or several such chunks, one more axis in front of each array."""
+
+    start: Int32[Array, "..."] | np.int32  # position of the first token
+    tokens: Any  # ids [B C], or what the layer below made of them: (hidden vectors [B C D], angles)
+
+
+def prefill_by_layer(
+    params: Any,
+    tokens: Int32[Array, "B T"],
+    lengths: Int32[Array, " B"],
+    calls: Sequence[LayerCall],
+    target: Target,
+    capacity: int,
+    *,
+    chunk: int,
+    progress: Progress = iter,
+) -> tuple[Float[Array, "B D"], tuple[Any, ...]]:
+    """Runs all chunks of the prompts through a layer, and compresses it, before the layer above.
+
+    The hidden vectors of all tokens are held, one layer's exact keys and values, and the activations of one chunk. In
+    the other order, each chunk through all layers, the exact keys and values of all layers would be.
+
+    Arguments are those of `prefill`, with the `layer_calls` in place of the plan.
+
+    Returns:
+      The hidden vector of each prompt's last token, and the cache states.
+    """
+    (B, T), outer, dtype = tokens.shape, outer_params(params), params["embedding"].dtype
+    starts, num_equal = np.arange(0, T, chunk, dtype=np.int32), T // chunk
+    chunks: list[Any] = [PromptChunk(start, tokens[:, start : start + chunk]) for start in starts]
+    is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((params, tokens, lengths)))
+    if is_traced and num_equal > 1:
+        # One scan: inside a caller's program the number of chunks must not add to what is compiled.
+        chunks[:num_equal] = [jax.tree.map(lambda *x: jnp.stack(x), *chunks[:num_equal])]
+
+    def embed_chunk(_: None, chunk: PromptChunk) -> tuple[None, PromptChunk]:
+        hidden, angles, _ = embed(outer, chunk.tokens, chunk.start, None, target=target)
+        return None, chunk._replace(tokens=(hidden, angles))
+
+    def run_chunk(layer: int, source: Any, state: Any, chunk: PromptChunk) -> tuple[Any, PromptChunk]:
+        (hidden, angles), mode = chunk.tokens, ChunkedPrefill(chunk.start, lengths)
+        hidden, state, _, _ = target.run_layer(
+            params[f"layer_{layer}"], hidden, angles, mode, state, None, source, call=calls[layer], target=target
+        )
+        return state, chunk._replace(tokens=(hidden, angles))
+
+    def update_last(last: Array, chunk: PromptChunk) -> tuple[Array, None]:
+        return _update_last(last, chunk.tokens[0], lengths, chunk.start), None
+
+    _replace_chunks(embed_chunk, None, chunks)
+    states, exact = [], {}  # exact: the prompts of layers whose keys and values others read
+    for i in progress(range(len(calls))):
+        call, kind = calls[i], target.config.kind(i)
+        source = None if kind.attention.reads_layer is None else (exact[kind.attention.reads_layer], None)
+        prompt = vary(empty_prompt(batch=B, width=T, dtype=dtype, call=call, target=target))
+        if is_traced:  # else XLA makes the empty arrays of all layers before it runs the first one
+            prompt, chunks, states = lax.optimization_barrier((prompt, chunks, states))
+        prompt = _replace_chunks(functools.partial(run_chunk, i, source), prompt, chunks)
+        prompt = _add_parameters(prompt, call, params[f"layer_{i}"])
+        if call.is_read:
+            exact[i] = prompt
+        if isinstance(prompt, LayerPrompt):  # else a cache state already: fed through its method, or without tokens
+            prompt = compress(call, prompt, lengths, capacity, target.mesh)
+        states.append(prompt)
+    return _replace_chunks(update_last, vary(np.zeros((B, target.config.width), dtype)), chunks), tuple(states)
+
+
+def _replace_chunks(step: Callable[[Any, PromptChunk], tuple[Any, Any]], carry: Any, chunks: list[Any]) -> Any:
+    """Runs a step over chunks in their order, and puts its result in the place of each."""
+    for i, chunk in enumerate(chunks):
+        carry, chunks[i] = lax.scan(step, carry, chunk) if np.ndim(chunk.start) else step(carry, chunk)
+    return carry
 
 
 def compress_prompts(
