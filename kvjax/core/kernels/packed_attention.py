@@ -17,7 +17,7 @@ from jax.experimental.pallas import triton
 from jaxtyping import Float, Float32, Int32, UInt32
 
 from kvjax.core.attention import MASKED_LOGIT, Rule, attend_dense
-from kvjax.core.kernels.packed_kernel import QUERY_ROWS, WORD_ROWS, Plan, kernel
+from kvjax.core.kernels.packed_kernel import QUERY_ROWS, WORD_ROWS, KernelTiling, kernel
 from kvjax.core.types import Array, KVBlock, Partial
 from kvjax.errors import KvjaxError
 
@@ -70,8 +70,8 @@ def attend(
     Raises:
       KvjaxError: for other bits, or a head size that is no multiple of 16 up to 256.
     """
-    plan = _plan(q, k, v, pos, bits=bits, window=window, interpret=interpret)
-    if plan.slots == 0:
+    tiling = _tiling(q, k, v, pos, bits=bits, window=window, interpret=interpret)
+    if tiling.slots == 0:
         return _attend_nothing(q)
     B, K, G, T, H = q.shape
     # One sequence and head has too few blocks of queries to fill a GPU while decoding, so several programs share its
@@ -79,26 +79,28 @@ def attend(
     n = pl.cdiv(G * T, QUERY_ROWS)  # programs for the queries of a head
     splits = splits or max(1, min(pl.cdiv(k.words.shape[2], WORD_ROWS), NUM_PROGRAMS // (B * K * n)))
     has_head_pos = pos.shape[1] > 1
-    num_warps = max(1, plan.width // 128) * (1 if plan.is_packed else 4)  # one has registers for 128 16-bit channels
+    num_warps = max(1, tiling.width // 128) * (
+        1 if tiling.is_packed else 4
+    )  # one has registers for 128 16-bit channels
     row = pl.BlockSpec((None, None, None, QUERY_ROWS), lambda b, k, s: (b, k // n, s, k % n))
     o, m, l = pl.pallas_call(
-        functools.partial(kernel, plan),
+        functools.partial(kernel, tiling),
         grid=(B, K * n, splits),
         in_specs=[
-            pl.BlockSpec((None, None, QUERY_ROWS, plan.width), lambda b, k, s: (b, k // n, k % n, 0)),
+            pl.BlockSpec((None, None, QUERY_ROWS, tiling.width), lambda b, k, s: (b, k // n, k % n, 0)),
             *(pl.BlockSpec((None, None, *x.shape[2:]), lambda b, k, s: (b, k // n, 0, 0)) for x in (*k, *v)),
-            pl.BlockSpec((None, None, plan.slots), lambda b, k, s: (b, k // n if has_head_pos else 0, 0)),
+            pl.BlockSpec((None, None, tiling.slots), lambda b, k, s: (b, k // n if has_head_pos else 0, 0)),
             pl.BlockSpec((None, T), lambda b, k, s: (b, 0)),
             pl.BlockSpec((None,), lambda b, k, s: (b,)),
         ],
         out_specs=[
-            pl.BlockSpec((None, None, None, QUERY_ROWS, plan.width), lambda b, k, s: (b, k // n, s, k % n, 0)),
+            pl.BlockSpec((None, None, None, QUERY_ROWS, tiling.width), lambda b, k, s: (b, k // n, s, k % n, 0)),
             row,
             row,
         ],
         out_shape=[jax.ShapeDtypeStruct((B, K, splits, G * T, *tail), jnp.float32) for tail in ((H,), (), ())],
         compiler_params=triton.CompilerParams(num_warps=num_warps, num_stages=2),
-        interpret=plan.interpret,
+        interpret=tiling.interpret,
         name="packed_attention",
     )(q.reshape(B, K, G * T, H), *k, *v, pos, q_pos, num_quantized)
     # Merges the partials of the splits by log-sum-exp.
@@ -122,10 +124,10 @@ def attend_reference(
     splits: int | None = None,
 ) -> Partial:
     """Computes what `attend` does, in plain JAX and float32, with all keys and values dequantized at once."""
-    plan = _plan(q, k, v, pos, bits=bits, window=window, interpret=interpret)
-    if plan.slots == 0:
+    tiling = _tiling(q, k, v, pos, bits=bits, window=window, interpret=interpret)
+    if tiling.slots == 0:
         return _attend_nothing(q)
-    is_quantized = jnp.arange(plan.slots, dtype=jnp.int32)[None, None] < num_quantized[:, None, None]
+    is_quantized = jnp.arange(tiling.slots, dtype=jnp.int32)[None, None] < num_quantized[:, None, None]
     pos = jnp.where(is_quantized, pos, -1)
     # An empty slot may hold inf, and 0 * inf is NaN.
     values = jnp.where((pos >= 0)[..., None], dequantize_values(v, bits), 0.0)
@@ -161,9 +163,9 @@ def _attend_nothing(q: Array) -> Partial:
     return Partial(zero, jnp.full_like(zero[..., 0], MASKED_LOGIT), zero[..., 0])
 
 
-def _plan(
+def _tiling(
     q: Array, k: PackedCodes, v: PackedCodes, pos: Array, *, bits: int, window: int | None, interpret: bool
-) -> Plan:
+) -> KernelTiling:
     """Derives the sizes of groups from the arrays' shapes; raises KvjaxError where the kernel has no tile for them."""
     _, _, G, T, H = q.shape
     if bits not in (1, 2, 4, 8):
@@ -172,4 +174,4 @@ def _plan(
         raise KvjaxError(f"the head dim must be a multiple of 16 up to 256, got {H}")
     k_groups, v_groups = k.scale.shape[2], v.scale.shape[3]
     S = k.words.shape[2] * (32 // bits)
-    return Plan(bits, S, G * T, T, H, S // max(1, k_groups), H // v_groups, q.dtype, window, interpret)
+    return KernelTiling(bits, S, G * T, T, H, S // max(1, k_groups), H // v_groups, q.dtype, window, interpret)
