@@ -74,7 +74,7 @@ def read_batch(
     return dataclasses.replace(context, model=model)
 
 
-class Division(NamedTuple):
+class Grouping(NamedTuple):
     """Prompts with a common prefix, some of them divided into groups that share more tokens."""
 
     groups: tuple[Group, ...]
@@ -89,19 +89,19 @@ class Division(NamedTuple):
 def group_by_prefix(ids: Sequence[Sequence[int]]) -> list[Group]:
     """Divides prompts into groups by their prefixes, so that the most tokens are saved; each prompt is in one group.
 
-    A prefix leaves at least one token of each prompt. From the leaves of the prefix tree upwards, the best division is
+    A prefix leaves at least one token of each prompt. From the leaves of the prefix tree upwards, the best grouping is
     kept for each number of prompts that are left for a shorter prefix. Prompts that meet in a node form one group or
     none, since a further prompt saves more there than nearer to the root.
     """
     order = sorted(range(len(ids)), key=lambda row: list(ids[row]))
-    best = max(_best_divisions(ids, tuple(order), 0).values(), key=lambda division: division.num_saved)
+    best = max(_best_groupings(ids, tuple(order), 0).values(), key=lambda grouping: grouping.num_saved)
     return sorted([*best.groups, *(Group(0, (row,)) for row in best.ungrouped)], key=lambda group: group.rows)
 
 
-def _best_divisions(ids: Sequence[Sequence[int]], rows: tuple[int, ...], num_shared: int) -> dict[int, Division]:
-    """Finds the best division of sorted prompts that share `num_shared` tokens, by the number of ungrouped ones."""
+def _best_groupings(ids: Sequence[Sequence[int]], rows: tuple[int, ...], num_shared: int) -> dict[int, Grouping]:
+    """Finds the best grouping of sorted prompts that share `num_shared` tokens, by the number of ungrouped ones."""
     if len(rows) == 1:
-        return {1: Division((), rows)}
+        return {1: Grouping((), rows)}
     # The first and the last of sorted prompts share the fewest tokens.
     first, last = ids[rows[0]], ids[rows[-1]]
     limit = min(len(ids[row]) for row in rows) - 1
@@ -110,20 +110,20 @@ def _best_divisions(ids: Sequence[Sequence[int]], rows: tuple[int, ...], num_sha
     longer = [row for row in rows if len(ids[row]) > length + 1]
     subtrees = [(row,) for row in ending]
     subtrees += [tuple(subtree) for _, subtree in itertools.groupby(longer, key=lambda row: ids[row][length])]
-    best = {0: Division((), ())}
+    best = {0: Grouping((), ())}
     for subtree in subtrees:
-        merged: dict[int, Division] = {}
-        for x, y in itertools.product(best.values(), _best_divisions(ids, subtree, length).values()):
-            both = Division(x.groups + y.groups, x.ungrouped + y.ungrouped)
+        merged: dict[int, Grouping] = {}
+        for x, y in itertools.product(best.values(), _best_groupings(ids, subtree, length).values()):
+            both = Grouping(x.groups + y.groups, x.ungrouped + y.ungrouped)
             num_ungrouped = len(both.ungrouped)
             if num_ungrouped not in merged or both.num_saved > merged[num_ungrouped].num_saved:
                 merged[num_ungrouped] = both
         best = merged
     closed = [
-        Division((*d.groups, Group(length, tuple(sorted(d.ungrouped)))), ())
-        for d in best.values()
-        if len(d.ungrouped) > 1
+        Grouping((*g.groups, Group(length, tuple(sorted(g.ungrouped)))), ())
+        for g in best.values()
+        if len(g.ungrouped) > 1
     ]
     if 0 in best:
         closed.append(best[0])
-    return {**best, 0: max(closed, key=lambda d: d.num_saved)}
+    return {**best, 0: max(closed, key=lambda g: g.num_saved)}

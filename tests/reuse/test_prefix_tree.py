@@ -46,7 +46,7 @@ def test_an_example_by_hand():
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_no_division_saves_more(seed):
+def test_no_grouping_saves_more(seed):
     rng = np.random.default_rng(seed)
     ids = [rng.integers(0, 2, rng.integers(1, 8)).tolist() for _ in range(6)]
     groups = group_by_prefix(ids)
