@@ -1,4 +1,9 @@
-"""Head shares: divides a budget among all heads of all layers by a table that is calibrated once."""
+"""Head shares: divides a budget among all heads of all layers by a table that is calibrated once.
+
+`CalibratedShares` makes the table. `CalibratedHeadBudgets` is the rule that a method holds; bound to a selection, it
+becomes a `ModelAllocation`, the tokens of every head for each length of a prompt, and each layer reads its own part of
+it: `LayerMean`, the budget of the layer's selection, and `LayerHeadBudgets`, the tokens of its heads.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +23,7 @@ from kvjax.cache.eviction.selection import Candidates, MeasuredHeadTokens
 CALIBRATED_FRACTIONS = tuple(map(Fraction, ("1/32", "1/16", "1/8", "1/4", "1/2", "3/4")))
 """Budgets, as fractions of a text, at which a table is calibrated."""
 
-LENGTHS_AT_ONCE = 1024  # prompt lengths whose divisions are computed together
+LENGTHS_AT_ONCE = 1024  # prompt lengths whose allocations are computed together
 MEAN_TOLERANCE = 1e-3  # between the mean of a table's shares and its fraction: they are stored in float32
 
 
@@ -80,23 +85,21 @@ class CalibratedShares(kv.TableKind):
 
 
 @dataclasses.dataclass(frozen=True)
-class Division:
-    """A table's division of a budget among the heads of a model, by the prompt's length alone.
+class ModelAllocation:
+    """The tokens that a table gives to the heads of a model, by the prompt's length alone.
 
     Args:
-      given: a file of `CalibratedShares`.
-      model: layers, key/value heads, query heads per key/value head, and the widths of keys and of values.
-      layers: indices of the layers that the budget is divided among.
-      budget: the selection's budget, the mean number of tokens over all heads.
+      table: a file of `CalibratedShares`.
+      spec: of any of the model's layers, without its index.
+      budget: the selection's budget, the mean number of tokens over the heads of `spec.method_layers`.
       sinks: first tokens that every head keeps.
       recent: last tokens that every head keeps.
       size: tokens of a unit.
       represented: fraction of a layer's units that representatives take.
     """
 
-    given: kv.TableFile
-    model: tuple[int, int, int, int, int]
-    layers: tuple[int, ...]
+    table: kv.TableFile
+    spec: kv.LayerSpec
     budget: kv.Budget
     sinks: int
     recent: int
@@ -126,38 +129,38 @@ class Division:
 
 
 @functools.lru_cache(maxsize=8)
-def _cached_tokens(division: Division, longest: int) -> np.ndarray:
-    """Computes `Division.tokens` once for a length that all layers and similar prompts share."""
-    quota, length = division.quota(longest), np.arange(longest + 1)
+def _cached_tokens(allocation: ModelAllocation, longest: int) -> np.ndarray:
+    """Computes `ModelAllocation.tokens` once for a length that all layers and similar prompts share."""
+    quota, length = allocation.quota(longest), np.arange(longest + 1)
     # A block of lengths at a time: for a long text, all of them in float64 would take gigabytes.
     blocks = [slice(start, start + LENGTHS_AT_ONCE) for start in range(0, longest + 1, LENGTHS_AT_ONCE)]
-    tokens = np.concatenate([_divide_tokens(division, length[b], *(x[b] for x in quota)) for b in blocks])
+    tokens = np.concatenate([_allocate_tokens(allocation, length[b], *(x[b] for x in quota)) for b in blocks])
     tokens.flags.writeable = False
     return tokens
 
 
-def _divide_tokens(
-    division: Division, length: np.ndarray, always: np.ndarray, most: np.ndarray, mean: np.ndarray
+def _allocate_tokens(
+    allocation: ModelAllocation, length: np.ndarray, always: np.ndarray, most: np.ndarray, mean: np.ndarray
 ) -> np.ndarray:
-    """Divides the tokens of prompts of length i64[N]: i32[N, L, K]; the other arrays are `Division.quota` of these."""
-    fractions, shares = _load_table(division.given, division.model)
-    shares = shares[list(division.layers)]
+    """Divides the tokens of prompts of length i64[N]: i32[N, L, K]; the other arrays are `quota` of these lengths."""
+    fractions, shares = _load_table(allocation.table, allocation.spec)
+    shares = shares[list(allocation.spec.method_layers)]
     L, K, _ = shares.shape
-    fraction = (always + mean * division.size) / np.maximum(length, 1)
+    fraction = (always + mean * allocation.size) / np.maximum(length, 1)
     # Nothing is kept at 0 and everything at 1. Between the table's fractions shares are interpolated linearly, because
     # that keeps their mean at the fraction.
     at = np.array([0.0, *fractions, 1.0])
     share = np.stack([np.interp(fraction, at, [0.0, *share, 1.0]) for share in shares.reshape(L * K, -1)], 1)
-    ideal = (share * length[:, None] - always[:, None]) / division.size
+    ideal = (share * length[:, None] - always[:, None]) / allocation.size
     units = round_to_totals(ideal, mean * L * K, np.zeros((len(length), 1)), most[:, None]).reshape(-1, L, K)
-    if division.represented:
+    if allocation.represented:
         # Representatives take equally many units of each head of a layer, so each head must have as many.
         mean_of_layer = -(-units.sum(2) // K)
-        least = np.asarray(kv.fraction_of(division.represented, mean_of_layer))[..., None]
+        least = np.asarray(kv.fraction_of(allocation.represented, mean_of_layer))[..., None]
         total = np.maximum(units.sum(2), K * least[..., 0])
         units, least = (x.reshape(-1, x.shape[-1]) for x in (units, least))
         units = round_to_totals(units, total.reshape(-1), least, np.repeat(most, L)[:, None]).reshape(-1, L, K)
-    return (always[:, None, None] + division.size * units).astype(np.int32)
+    return (always[:, None, None] + allocation.size * units).astype(np.int32)
 
 
 def round_to_totals(ideal: np.ndarray, total: np.ndarray, least: np.ndarray, most: np.ndarray) -> np.ndarray:
@@ -189,13 +192,13 @@ def round_to_totals(ideal: np.ndarray, total: np.ndarray, least: np.ndarray, mos
 
 
 @functools.lru_cache(maxsize=16)
-def _load_table(table: kv.TableFile, model: tuple[int, int, int, int, int]) -> tuple[np.ndarray, np.ndarray]:
+def _load_table(table: kv.TableFile, spec: kv.LayerSpec) -> tuple[np.ndarray, np.ndarray]:
     """Loads (fractions f64[R], shares f64[L K R]); raises KvjaxError for a table of another model."""
     shares, fractions = [], []
-    for i in range(model[0]):
-        spec = kv.LayerSpec(i, *model[:4], kv.Rope(model[3]), value_dim=model[4])
-        size = table.layer_arrays(spec, fractions=(None,))["fractions"].shape[0]
-        arrays = table.layer_arrays(spec, shares=(spec.num_kv_heads, size), fractions=(size,))
+    for i in range(spec.num_layers):
+        layer = dataclasses.replace(spec, index=i)
+        size = table.layer_arrays(layer, fractions=(None,))["fractions"].shape[0]
+        arrays = table.layer_arrays(layer, shares=(spec.num_kv_heads, size), fractions=(size,))
         shares.append(arrays["shares"].astype(np.float64))
         fractions.append(arrays["fractions"].astype(np.float64).tolist())
     at, remedy = fractions[0], "make the table anew, as with `kvjax calibrate head_shares`"
@@ -219,47 +222,47 @@ def _load_table(table: kv.TableFile, model: tuple[int, int, int, int, int]) -> t
 
 
 @dataclasses.dataclass(frozen=True)
-class LayerDivision(kv.HeadBudgets):
-    """The tokens that a division gives to each head of one layer.
+class LayerHeadBudgets(kv.HeadBudgets):
+    """The tokens that the heads of one layer keep.
 
     Args:
-      division: the division of the model.
-      place: of the layer among those of the division.
+      allocation: of the model.
+      place: of the layer among `spec.method_layers`.
     """
 
-    division: Division
+    allocation: ModelAllocation
     place: int
 
     def num_kept_by_length(self, longest: int) -> np.ndarray:
-        return self.division.tokens(longest)[:, self.place]
+        return self.allocation.tokens(longest)[:, self.place]
 
     def for_lengths(self, lengths: kv.Array, longest: int) -> kv.HeadBudgets:
-        return SequenceBudgets(jnp.asarray(self.num_kept_by_length(longest))[lengths], self.division.size)
+        return SequenceBudgets(jnp.asarray(self.num_kept_by_length(longest))[lengths], self.allocation.size)
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerMean(kv.Budget):
-    """The budget of a selection under a `LayerDivision`: the mean of the layer's heads, rounded up to whole units."""
+    """The budget of a selection under `LayerHeadBudgets`: the mean of the layer's heads, rounded up to whole units."""
 
-    heads: LayerDivision
+    heads: LayerHeadBudgets
 
     def num_kept(self, length: int) -> int:
         return int(self.num_kept_by_length(length)[length])
 
     def num_kept_by_length(self, longest: int) -> np.ndarray:
-        tokens, size = self.heads.num_kept_by_length(longest), self.heads.division.size
-        always = self.heads.division.quota(longest)[0]
+        tokens, size = self.heads.num_kept_by_length(longest), self.heads.allocation.size
+        always = self.heads.allocation.quota(longest)[0]
         units = (tokens - always[:, None]).sum(1) // size
         return (always - size * (-units // tokens.shape[1])).astype(np.int32)
 
     def max_kept(self) -> int | None:
-        division = self.heads.division
-        most = division.budget.max_kept()
+        allocation = self.heads.allocation
+        most = allocation.budget.max_kept()
         if most is None:
             return None
         # Below the table's first fraction shares are proportional to it, so no head keeps more of longer prompts.
-        first = _load_table(division.given, division.model)[0][0]
-        return int(self.num_kept_by_length(int(most / first) + 2 * division.size).max())
+        first = _load_table(allocation.table, allocation.spec)[0][0]
+        return int(self.num_kept_by_length(int(most / first) + 2 * allocation.size).max())
 
 
 class SequenceBudgets(MeasuredHeadTokens):
@@ -270,13 +273,13 @@ class SequenceBudgets(MeasuredHeadTokens):
 
 
 @dataclasses.dataclass(frozen=True)
-class CalibratedDivision(kv.HeadBudgets):
-    """The rule of a table; bound to a layer and its selection, it becomes a `LayerDivision`."""
+class CalibratedHeadBudgets(kv.HeadBudgets):
+    """The rule of a table; bound to a layer and its selection, it becomes a `LayerHeadBudgets`."""
 
-    given: kv.TableFile
+    table: kv.TableFile
 
-    def at(self, spec: kv.LayerSpec) -> CalibratedDivision:
-        _load_table(self.given, _model_shape(spec))
+    def at(self, spec: kv.LayerSpec) -> CalibratedHeadBudgets:
+        _load_table(self.table, spec.without_index)
         return self
 
     def bind_budget(
@@ -290,22 +293,17 @@ class CalibratedDivision(kv.HeadBudgets):
                 "same, as in 'snapkv:budget=256 + head_shares'"
             )
         represented = 0.0 if selection.representatives is None else selection.representatives.share
-        division = Division(
-            self.given,
-            _model_shape(spec),
-            spec.method_layers,
+        allocation = ModelAllocation(
+            self.table,
+            spec.without_index,
             select.budget,
             select.sinks,
             select.recent,
             select.granularity.size,
             represented,
         )
-        layer_division = LayerDivision(division, spec.method_layers.index(index))
-        return LayerMean(layer_division), layer_division
-
-
-def _model_shape(spec: kv.LayerSpec) -> tuple[int, int, int, int, int]:
-    return spec.num_layers, spec.num_kv_heads, spec.num_groups, spec.head_dim, spec.value_dim
+        heads = LayerHeadBudgets(allocation, spec.method_layers.index(index))
+        return LayerMean(heads), heads
 
 
 @kv.register_method(example="turned_queries:budget=512,level=head + head_shares", family="component over a selection")
@@ -332,4 +330,4 @@ def head_shares(table: str = "shipped", page: int = 16) -> kv.Method:
     Reference:
       kvjax's own, after the ranking over the model of KVzip, Kim et al. 2025, arXiv 2505.23416
     """
-    return kv.Method(side_store=kv.PagedHeads(CalibratedDivision(CalibratedShares.table_file(table)), page))
+    return kv.Method(side_store=kv.PagedHeads(CalibratedHeadBudgets(CalibratedShares.table_file(table)), page))

@@ -25,7 +25,7 @@ from kvjax.cache.calibration.table_file import TableFile
 from kvjax.cache.eviction.budgets import PromptFraction, Uniform
 from kvjax.engine.plan import bind, specs
 from kvjax.errors import IncompatibleMethod, KvjaxError
-from kvjax.methods.head_shares import CalibratedShares, Division
+from kvjax.methods.head_shares import CalibratedShares, ModelAllocation
 from kvjax.testing import toy_model
 from tests.contract import layer
 from tests.oracles import keydiff
@@ -144,21 +144,9 @@ def test_the_example_by_hand(tmp_path):
     assert head_tokens(shares, [0.25], 40, 10, sinks=4, recent=4).tolist() == [[12, 8]]
     assert head_tokens(shares, [0.25], 8, 10).tolist() == [[8, 8]]
     assert select_tokens([0, 5, 1, 9, 5, 0], 4, 1, 1) == [0, 1, 3, 5]
-    division = Division(
-        TableFile(write_table(tmp_path, shares, [0.25], layer.spec()), "head_shares"),
-        shape(1, 2),
-        (0,),
-        Uniform(10),
-        4,
-        4,
-        1,
-        0.0,
-    )
-    assert division.tokens(40)[40].tolist() == [[12, 8]]
-
-
-def shape(layers: int, heads: int) -> tuple[int, int, int, int, int]:
-    return layers, heads, layer.G, layer.H, layer.H
+    table = TableFile(write_table(tmp_path, shares, [0.25], layer.spec()), "head_shares")
+    allocation = ModelAllocation(table, layer.spec(), Uniform(10), 4, 4, 1, 0.0)
+    assert allocation.tokens(40)[40].tolist() == [[12, 8]]
 
 
 @pytest.mark.parametrize(
@@ -169,7 +157,7 @@ def shape(layers: int, heads: int) -> tuple[int, int, int, int, int]:
 def test_numbers_are_the_oracles_for_every_length(budget, sinks, recent, size, spread, tmp_path):
     shares, spec = random_shares(3, spread), dataclasses.replace(layer.spec(), num_layers=LAYERS, method_layers=None)
     table = TableFile(write_table(tmp_path, shares, spec=spec), "head_shares")
-    found = Division(table, shape(LAYERS, HEADS), tuple(range(LAYERS)), budget, sinks, recent, size, 0.0).tokens(150)
+    found = ModelAllocation(table, spec, budget, sinks, recent, size, 0.0).tokens(150)
     for n in [*range(1, 48), 97, 150]:
         base = budget.num_kept(n)
         expected = head_tokens(shares.tolist(), FRACTIONS, n, base, sinks, recent, size)
