@@ -105,7 +105,7 @@ def parse_mesh(text: str) -> tuple[int, int]:
             batch = 0
         batch, heads = batch and int(named.get("batch", 1)), int(named.get("heads", 1))
     if not batch or not heads:
-        raise KvjaxError(f"the mesh {text!r:.60} is none: write batch x heads, as 2x4, or by name, as batch=2,heads=4")
+        raise KvjaxError(f"{text!r:.60} is no mesh: write batch x heads, as 2x4, or by name, as batch=2,heads=4")
     return batch, heads
 
 

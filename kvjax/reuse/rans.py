@@ -79,7 +79,7 @@ def decode(words: np.ndarray, states: np.ndarray, parts: Sequence[tuple[int, Tab
             state = frequency[at] * (state >> FREQUENCY_BITS) + slot - before[at]
             needs_word = np.flatnonzero(state < MIN_STATE)
             more = words[used : used + len(needs_word)]
-            # Too few words leave states too small: what is decoded then is told from what was written at the end.
+            # Too few words leave states too small, and the check at the end finds that they are not where coding began.
             state[needs_word[: len(more)]] = (state[needs_word[: len(more)]] << WORD_BITS) | more
             used += len(needs_word)
         decoded.append(symbols)

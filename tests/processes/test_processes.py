@@ -110,7 +110,7 @@ def test_the_command_line_generates_in_two_processes(monkeypatch, capsys):
         (["--mesh", "3x3"], "asks for 9 devices and there are 4; take 1x4 or 2x2 or 4x1"),
         (["--mesh", "1x4"], "axis K of size 2 does not divide over the 4 devices"),
         (["--mesh", "heads=1,batch=2"], "axis B of size 1 does not divide over the 2 devices"),
-        (["--mesh", "2"], "the mesh '2' is none: write batch x heads"),
+        (["--mesh", "2"], "'2' is no mesh: write batch x heads"),
         (["--process", "1/2"], "needs both, the coordinator's host:port and the process as 1/2"),
         (["--coordinator", "here", "--process", "1/2"], "such as 10.0.0.1:1234, got 'here'"),
         (["--coordinator", "here:1", "--process", "3/2"], "'3/2' must be a number and a count"),
