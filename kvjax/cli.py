@@ -220,7 +220,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_eval(
         commands.add_parser("eval", help="methods x tasks x lengths: quality, bytes and speed; goes on if killed")
     )
-    _add_plan(commands.add_parser("plan", help="what fits a device, how fast it can be, and what binds; runs nothing"))
+    _add_plan(
+        commands.add_parser("plan", help="what fits a device, how many sequences, how long a context; runs nothing")
+    )
     report = commands.add_parser("report", help="one self-contained HTML page from what eval wrote; merges folders")
     report.add_argument(
         "dir",
@@ -234,14 +236,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     report.add_argument("--partial", action="store_true", help="of what is there, though parts are missing")
     report.set_defaults(run=lambda args: import_module("kvjax.eval.run.eval_command").report(args))
-    for name in ("demo", "generate", "explore", "methods", "check", "calibrate", "eval", "plan", "report"):
-        commands.choices[name].add_argument(
-            "--load",
-            action="append",
-            default=[],
-            metavar="FILE",
-            help="methods of your own: a Python file, or a module's dotted name; repeatable",
-        )
+    text = "methods of your own: a Python file, or a module's dotted name; repeatable"
+    for name, command in commands.choices.items():
+        if name != "models":
+            command.add_argument("--load", action="append", default=[], metavar="FILE", help=text)
     return parser
 
 
@@ -366,21 +364,19 @@ def _add_plan(p: argparse.ArgumentParser) -> None:
     )
     p.add_argument("--context", default="32k", help="tokens of a prompt, several with commas (default: %(default)s)")
     p.add_argument("--batch", type=_integer, default=1, help="sequences, on all devices together")
-    p.add_argument("--mesh", default="1x1", help="devices along the batch x along the heads (default: %(default)s)")
-    where = p.add_mutually_exclusive_group()
-    where.add_argument("--hardware", default="h100", help="a device by name (default: %(default)s)")
-    where.add_argument("--measured", action="store_true", help="this machine, whose rates are measured first")
     p.add_argument(
-        "--overheads", action="store_true", help="add what a GPU was measured to take for launches and sorts"
+        "--mesh", metavar="BATCHxHEADS", default="1x1", help="devices that share the work (default: %(default)s)"
     )
+    p.add_argument("--hardware", default="h100", help="a device by name (default: %(default)s)")
     p.add_argument("--memory-gb", type=float, help="memory of a device in GiB, in place of the catalogue's")
     p.add_argument("--host-gb", type=float, help="memory of the host for each device in GiB")
+    p.add_argument("--bandwidth", type=float, help="of a device's memory in GB/s, in place of the catalogue's")
     p.add_argument("--room", type=_integer, default=0, help="tokens that may follow the prompt (default: %(default)s)")
     p.add_argument("--chunk", type=_integer, help="tokens of the prompt read at a time (default: all at once)")
     p.add_argument("--dtype", **DTYPE | {"help": "of weights and cache (default: %(default)s)"}, default="bfloat16")
     p.add_argument("--json", action="store_true", help="print everything as JSON, and nothing before it")
     p.add_argument(
-        "--plot", type=expand_user, metavar="FILE", help="tokens per second against context: .png, .svg or .pdf"
+        "--plot", type=expand_user, metavar="FILE", help="bytes of a device against context: .png, .svg or .pdf"
     )
     p.set_defaults(run=lambda args: import_module("kvjax.planning.plan_command").run(args))
 

@@ -59,7 +59,6 @@ SMALL_FORMS = {
     "bench.packed_kernel": ("--context 128 --batches 1,2 --megabytes 0 --rounds 1 --repeats 1 --read-megabytes 1"),
     "bench.steps": "--methods full;snapkv:budget=8,window=4 --shape small --layers 1 --tokens 64 --dtype float32",
     "bench.lowbit": "--tokens 64 --heads 1x2 --head-dim 64 --methods int8 --steps 1 --repeats 1",
-    "bench.plan": ("--models toy --contexts 64 --methods full;int8 --steps 1 --repeats 1 --megabytes 1 --tokens 64"),
     "bench.restore": "--gigabytes 0.001 --layouts 1x1x2",
     "gpu.decode": (
         "--model toy --cells 64x1 --methods full;kcache:n=8 --steps 1 --repeats 1 --workers 1 --probe-megabytes 1 "

@@ -44,7 +44,6 @@ ONLY_PARSED = {
     "kvjax calibrate": "it reads texts that only the reader has; tests/package/test_cli.py runs it",
     "kvjax report": "it needs the folder of an evaluation that is not run",
     "kvjax generate --model smollm2-135m": "it needs packages from the network",
-    "kvjax plan llama-3.1-8b --measured": "it measures the machine for seconds, as experiments.bench.plan does",
     "python -m": "benchmarks, papers and conversions take minutes, or need checkpoints",
     "make": "it installs packages, or runs these tests",
 }

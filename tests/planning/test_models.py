@@ -96,5 +96,3 @@ def test_what_cannot_be_planned_for_is_refused_by_name():
 
 def test_hardware_is_found_as_people_write_it():
     assert find_hardware("RTX 4090") is CATALOGUE["rtx-4090"]
-    # Rooflines rest on this: an H100 needs some 300 operations a byte.
-    assert 290 < find_hardware("H100").flops / find_hardware("H100").memory_bandwidth < 300

@@ -1,4 +1,4 @@
-"""The planner against the papers of KCache and SpeCache, and against the measurements on an H200 in results/."""
+"""The planner against the papers of KCache and SpeCache, and its bound against speeds measured on an H200."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ import kvjax
 from experiments.gpu.models import SHAPES
 from experiments.papers.kcache import table3 as kcache
 from experiments.papers.specache import table1, table3
-from kvjax.planning.hardware import GB, GIB, GPU_OVERHEADS, TFLOP, Hardware, find_hardware
+from kvjax.planning.device_bytes import RESERVED, Setting, count_device_bytes
+from kvjax.planning.hardware import GB, GIB, Hardware, find_hardware
 from kvjax.planning.models import PlannedModel
-from kvjax.planning.plan import RESERVED, Setting, count_need, estimate_step, plan
+from kvjax.planning.plan import bound_tokens_per_second, plan
 
-# KCache's GPU has 64 GB, 180 TFLOP/s and 1 TB/s; H2D is unknown, and 31 GB/s would give its own 32.
-PAPERS_GPU = Hardware(
-    *("kcache", 64 * GIB, 1000 * GB, 180 * TFLOP, 31 * GB, 31 * GB, 31 * GB, 10**13),
-    source="KCache, section 5",
-)
+# KCache's GPU has 64 GB and 1 TB/s; H2D is unknown, and 31 GB/s would give its own 32.
+PAPERS_GPU = Hardware("kcache", 64 * GIB, 1000 * GB, 31 * GB, 10**13, "KCache, section 5")
 LLAMA_2 = PlannedModel("llama-2-7b", dataclasses.replace(kcache.CONFIG, max_positions=2**15), "the papers")
 
 
@@ -33,10 +31,10 @@ def test_sizes_are_those_of_specache_table_1(name):
     """Fractions of the exact cache, of KIVI and of SpeCache alike, to both decimals that the paper prints."""
     paper = table1.MODELS[name]
     on = setting(PlannedModel(name, paper.config, "SpeCache"), find_hardware("a100-80"))
-    full = count_need(on, kvjax.parse("full"), paper.length, 1).cache
+    full = count_device_bytes(on, kvjax.parse("full"), paper.length, 1).cache
     for (bits, group), size in paper.sizes.items():
         for method in ("kivi", "specache"):
-            need = count_need(on, kvjax.parse(f"{method}:bits={bits},group={group}"), paper.length, 1)
+            need = count_device_bytes(on, kvjax.parse(f"{method}:bits={bits},group={group}"), paper.length, 1)
             assert f"{need.cache / full:.2f}" == f"{size:.2f}", (method, bits, group)
 
 
@@ -54,58 +52,34 @@ def test_batches_of_specache_table_3_fit_and_grow_alike(context):
         assert 0.5 < (ours[more] / ours[0]) / (papers[more] / papers[0]) < 1.1
     on = setting(model, a6000)
     for method, (batch, tokens_per_second) in zip(methods, table3.PAPER[context], strict=True):
-        assert batch / estimate_step(on, kvjax.parse(method), context, batch).step > tokens_per_second
+        assert bound_tokens_per_second(on, kvjax.parse(method), context, batch) > tokens_per_second
 
 
 @pytest.mark.parametrize(("tokens", "batch"), kcache.PAPER)
-def test_batches_of_kcache_table_3_fit_and_its_speeds_are_below_the_roofline(tokens, batch):
-    """All of its out-of-memory errors, and no other; no speed is above the plan, and none of the exact cache below 3/4.
+def test_batches_of_kcache_table_3_fit_and_its_speeds_are_below_the_bound(tokens, batch):
+    """All of its out-of-memory errors, and no other; no speed is above the bound, or far below it.
 
-    One error, of five sequences of 15,360 tokens, is 0.3% over the memory that the plan lets programs use. KCache is
-    further below the plan than the exact cache: the plan does not count the search for the N largest weights.
+    One error, of five sequences of 15,360 tokens, is 0.3% over the memory that the plan lets programs use.
     """
     on = setting(LLAMA_2, PAPERS_GPU, kcache.OUTPUT_TOKENS, RESERVED)
     for method, paper in zip(kcache.methods(kcache.SIZES, 1), kcache.PAPER[tokens, batch], strict=True):
-        need = count_need(on, kvjax.parse(method), tokens, batch)
-        assert (need.device <= on.usable_bytes) == (paper is not None)
+        needed = count_device_bytes(on, kvjax.parse(method), tokens, batch)
+        assert (needed.peak <= on.usable_bytes) == (paper is not None)
         if paper is not None:
             # The context grows by the answer; a step of the mean length stands for all.
-            step = estimate_step(
-                setting(LLAMA_2, PAPERS_GPU), kvjax.parse(method), tokens + kcache.OUTPUT_TOKENS // 2, batch
-            ).step
-            assert (0.75 if method == "full" else 0.6) < paper / (batch / step) < 0.95
+            mean_context = tokens + kcache.OUTPUT_TOKENS // 2
+            bound = bound_tokens_per_second(setting(LLAMA_2, PAPERS_GPU), kvjax.parse(method), mean_context, batch)
+            assert (0.75 if method == "full" else 0.35) < paper / bound < 0.95
 
 
-def test_fetching_pays_above_the_ratio_of_kcache_equation_4():
-    """s / N > GPU / H2D = 2,039 / 32 on the paper's A100, with values of all layers on the host."""
-    a100 = dataclasses.replace(PAPERS_GPU, memory_bandwidth=2039 * GB, host_link=32 * GB, flops=312 * TFLOP)
-    on, n = setting(LLAMA_2, a100), 128
-
-    def gain(ratio: float) -> float:  # seconds that KCache saves in a step
-        steps = [
-            estimate_step(on, kvjax.parse(method), int(ratio * n), 1).step
-            for method in ("full", f"kcache:n={n},device_layers=0")
-        ]
-        return steps[0] - steps[1]
-
-    assert gain(0.9 * 2039 / 32) < 0 < gain(1.1 * 2039 / 32)
-
-
-def test_speeds_measured_on_an_h200_are_below_the_roofline_and_near_it_with_overheads():
-    """Where XLA decodes no codes, launches and sorts explain the rest to 45%, and most of it to 20%."""
+def test_speeds_measured_on_an_h200_are_below_the_bound():
     folder = Path(kvjax.__file__).parents[1] / "experiments/results/gpu/nvidia-h200"
     names = ("decode-1b.json", "equal-memory.json")
     cells = [r for name in names for r in json.loads((folder / name).read_text())["results"]]
-    h200, ratios = find_hardware("h200"), []
-    for r in cells:
-        if "tokens_per_second" in r and r["method"] != "transformers":
-            model = PlannedModel(r["model"], dataclasses.replace(SHAPES[r["model"]], max_positions=2**17), "results")
-            bound, near = (
-                r["batch"] / estimate_step(setting(model, h), kvjax.parse(r["method"]), r["context"], r["batch"]).step
-                for h in (h200, dataclasses.replace(h200, **GPU_OVERHEADS))
-            )
-            assert r["tokens_per_second"] < bound
-            if r["method"].startswith(("full", "quest", "kcache")):
-                ratios.append(near / r["tokens_per_second"] - 1)
-    assert len(ratios) == 8 and max(map(abs, ratios)) < 0.45
-    assert sum(abs(x) < 0.2 for x in ratios) >= 5
+    measured = [r for r in cells if "tokens_per_second" in r and r["method"] != "transformers"]
+    assert len(measured) > 8
+    for r in measured:
+        model = PlannedModel(r["model"], dataclasses.replace(SHAPES[r["model"]], max_positions=2**17), "results")
+        on = setting(model, find_hardware("h200"))
+        bound = bound_tokens_per_second(on, kvjax.parse(r["method"]), r["context"], r["batch"])
+        assert 0.05 < r["tokens_per_second"] / bound < 1
