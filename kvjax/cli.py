@@ -140,59 +140,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--full", action="store_true", help="longer contexts and more methods: minutes instead of one")
     demo.set_defaults(run=lambda args: import_module("kvjax.eval.run.eval_command").demo(args))
 
-    generate = commands.add_parser("generate", help="continue a prompt under a method")
-    generate.add_argument("--model", default="testbed", help=MODEL)
-    generate.add_argument("--method", default="full", help="for example kcache:n=128,device_layers=1")
-    source = generate.add_mutually_exclusive_group(required=True)
-    source.add_argument("--prompt", action="append", help="a prompt; give it again for a batch")
-    source.add_argument(
-        "--prompt-file", action="append", help="a text file holding one prompt, - for stdin; repeatable"
-    )
-    generate.add_argument("--chat", action="store_true", help="each prompt is a message to which a chat model answers")
-    generate.add_argument("--system", metavar="TEXT", help="with --chat: the system message before each prompt")
-    generate.add_argument(
-        "--tools", type=expand_user, metavar="FILE", help="with --chat: a JSON file, a list of tools' schemas"
-    )
-    generate.add_argument(
-        "--documents", type=expand_user, metavar="FILE", help="with --chat: a JSON file, a list of texts to cite"
-    )
-    generate.add_argument(
-        "--chat-template-kwargs",
-        metavar="JSON",
-        help="with --chat: variables of the chat template, for example '{\"enable_thinking\": false}'",
-    )
-    generate.add_argument(
-        "--chat-template", metavar="NAME", help="with --chat: one of the model's templates, such as tool_use, or a text"
-    )
-    generate.add_argument("--max-new-tokens", type=_integer, default=64)
-    generate.add_argument("--stop", action="append", default=[], help="a text before which the answer ends; repeatable")
-    generate.add_argument(
-        "--skip-special-tokens",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="leave special tokens out of the texts (default), or show them",
-    )
-    generate.add_argument("--temperature", type=float, default=0.0, help="0 (default) is greedy")
-    generate.add_argument("--top-k", type=_integer)
-    generate.add_argument("--top-p", type=float)
-    generate.add_argument("--min-p", type=float)
-    generate.add_argument(
-        "--repetition-penalty", type=float, help="above 1, tokens of prompt and answer come less often"
-    )
-    generate.add_argument("--presence-penalty", type=float, help="subtracted from the logits of the answer's tokens")
-    generate.add_argument("--frequency-penalty", type=float, help="the same, times how often a token came")
-    generate.add_argument("--seed", type=_integer, default=0)
-    generate.add_argument("--dtype", **DTYPE)
-    generate.add_argument("--json", action="store_true", help="print the whole result as JSON, and nothing before it")
-    generate.add_argument(
-        "--logprobs",
-        type=_integer,
-        metavar="K",
-        help="with --json: the log-probabilities of the tokens and of the K likeliest at each step",
-    )
-    _add_processes(generate)
-    generate.set_defaults(run=_generate)
-
+    _add_generate(commands.add_parser("generate", help="continue a prompt under a method"))
     _add_explore(commands.add_parser("explore", help="one page: what methods hold of each token, step by step"))
 
     models = commands.add_parser("models", help="the models that go by a name, and where each comes from")
@@ -241,6 +189,58 @@ def _parser() -> argparse.ArgumentParser:
         if name != "models":
             command.add_argument("--load", action="append", default=[], metavar="FILE", help=text)
     return parser
+
+
+def _add_generate(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--model", default="testbed", help=MODEL)
+    p.add_argument("--method", default="full", help="for example kcache:n=128,device_layers=1")
+    source = p.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", action="append", help="a prompt; give it again for a batch")
+    source.add_argument(
+        "--prompt-file", action="append", help="a text file holding one prompt, - for stdin; repeatable"
+    )
+    p.add_argument("--chat", action="store_true", help="each prompt is a message to which a chat model answers")
+    p.add_argument("--system", metavar="TEXT", help="with --chat: the system message before each prompt")
+    p.add_argument(
+        "--tools", type=expand_user, metavar="FILE", help="with --chat: a JSON file, a list of tools' schemas"
+    )
+    p.add_argument(
+        "--documents", type=expand_user, metavar="FILE", help="with --chat: a JSON file, a list of texts to cite"
+    )
+    p.add_argument(
+        "--chat-template-kwargs",
+        metavar="JSON",
+        help="with --chat: variables of the chat template, for example '{\"enable_thinking\": false}'",
+    )
+    p.add_argument(
+        "--chat-template", metavar="NAME", help="with --chat: one of the model's templates, such as tool_use, or a text"
+    )
+    p.add_argument("--max-new-tokens", type=_integer, default=64)
+    p.add_argument("--stop", action="append", default=[], help="a text before which the answer ends; repeatable")
+    p.add_argument(
+        "--skip-special-tokens",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="leave special tokens out of the texts (default), or show them",
+    )
+    p.add_argument("--temperature", type=float, default=0.0, help="0 (default) is greedy")
+    p.add_argument("--top-k", type=_integer)
+    p.add_argument("--top-p", type=float)
+    p.add_argument("--min-p", type=float)
+    p.add_argument("--repetition-penalty", type=float, help="above 1, tokens of prompt and answer come less often")
+    p.add_argument("--presence-penalty", type=float, help="subtracted from the logits of the answer's tokens")
+    p.add_argument("--frequency-penalty", type=float, help="the same, times how often a token came")
+    p.add_argument("--seed", type=_integer, default=0)
+    p.add_argument("--dtype", **DTYPE)
+    p.add_argument("--json", action="store_true", help="print the whole result as JSON, and nothing before it")
+    p.add_argument(
+        "--logprobs",
+        type=_integer,
+        metavar="K",
+        help="with --json: the log-probabilities of the tokens and of the K likeliest at each step",
+    )
+    _add_processes(p)
+    p.set_defaults(run=_generate)
 
 
 def _add_processes(p: argparse.ArgumentParser) -> None:

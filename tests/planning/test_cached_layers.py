@@ -309,7 +309,7 @@ def test_a_hybrid_holds_the_keys_of_its_six_layers_that_attend(tmp_path, capsys)
     assert cli.main(["plan", str(tmp_path), "--method", "full", "--context", "32k", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     notes = "\n".join(document["notes"])
-    assert document["plans"][0]["need"]["cache"] == pytest.approx(2 * 6 * 8 * 64 * 32_768 * 2, rel=0.01)
+    assert document["plans"][0]["device_bytes"]["cache"] == pytest.approx(2 * 6 * 8 * 64 * 32_768 * 2, rel=0.01)
     assert "16 layers" in notes and "10 of 16 layers hold no keys and values" in notes
     assert "Caches are counted exactly" in notes and "weights are an estimate" in notes
     assert document["model"]["parameters"] == pytest.approx(1.17e9, rel=0.01)
@@ -322,7 +322,7 @@ def test_weights_are_those_of_the_safetensors_beside_a_config(tmp_path):
     save_file({"a": np.zeros((1000, 500), np.float16), "b": np.zeros(24, np.float32)}, tmp_path / "model.safetensors")
     model = find_model(str(tmp_path))
     (p,) = plan(model, ["full"], [64], hardware="l4")
-    assert model.parameters == 500_024 and model.has_exact_weights and p.need is not None
-    assert p.need.weights == 2 * 500_024
+    assert model.parameters == 500_024 and model.has_exact_weights and p.device_bytes is not None
+    assert p.device_bytes.weights == 2 * 500_024
     (tmp_path / "model.safetensors").write_bytes(b"cut")
     assert not find_model(str(tmp_path)).has_exact_weights
