@@ -273,6 +273,6 @@ def test_layers_on_a_line_are_planned_as_if_all_were_traced():
         layers = trace_layers(kvjax.parse(method), config, 512, 0, 2, "float32", (1, 1))
         assert len(layers) > MAX_TRACED_LAYERS
         planned = kvjax.planned_bytes(method, config, 512, batch=2, dtype="float32").total
-        assert sum(x.count * x.all_bytes()["device"] for x in layers) + 4 * 2 == planned["device"]
+        assert sum(x.count * x.total_bytes()["device"] for x in layers) + 4 * 2 == planned["device"]
         reads = functools.reduce(operator.add, (x.step * x.count for x in layers))
         assert reads == kvjax.step_bytes(method, config, 512, batch=2, dtype="float32")
