@@ -22,11 +22,9 @@ from kvjax.cache.codecs.plain import CodecWrapper, Host, Plain
 from kvjax.cache.codecs.quantizers import Fp8, MinMax, Quantizer, step_size
 from kvjax.cache.components import (
     Budget,
-    Codec,
     Components,
     EvictableUnits,
     HeadBudgets,
-    KVStorage,
     LayerBudgets,
     Policy,
     PromptSelection,
@@ -63,6 +61,7 @@ from kvjax.cache.readers.retrieval import Index, Retrieve, attend_slots
 from kvjax.cache.readers.ring_buffer import RingBuffer
 from kvjax.cache.side_store.mixed_precision import PrecisionTiers, ScoredTiers
 from kvjax.cache.side_store.paged_heads import PagedHeads
+from kvjax.cache.storage import Codec, KVStorage
 from kvjax.core import attention, memory
 from kvjax.core.attention import MASKED_LOGIT
 from kvjax.core.attention_mass import Observation, attention_mass, attention_rows

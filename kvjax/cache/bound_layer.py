@@ -31,10 +31,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.chunked_extend import extend_in_chunks, extend_token_by_token
-from kvjax.cache.components import Codec, Components, KVStorage, PromptSelection, ReadResult, Slots
+from kvjax.cache.components import Components, PromptSelection, ReadResult, Slots
 from kvjax.cache.eviction.decode_policy import check_policy_result
 from kvjax.cache.eviction.selection import apply_selection
 from kvjax.cache.protocol import LayerSpec, LayerState, Needs, StepResult
+from kvjax.cache.storage import Codec, KVStorage
 from kvjax.cache.token_status import relative_error
 from kvjax.cache.uses import EDIT, ROLLBACK, Use
 from kvjax.core import memory

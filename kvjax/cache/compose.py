@@ -6,9 +6,9 @@ import dataclasses
 from typing import Any
 
 from kvjax.cache.codecs.plain import Host, Plain
-from kvjax.cache.components import Codec
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import KVMethod
+from kvjax.cache.storage import Codec
 from kvjax.errors import ComponentConflict, IncompatibleMethod
 
 

@@ -13,7 +13,6 @@ from kvjax.cache.codecs.plain import Host, Plain
 from kvjax.cache.codecs.quantizers import Absmax
 from kvjax.cache.codecs.shared_values import SharedValues
 from kvjax.cache.components import (
-    Codec,
     Components,
     LayerBudgets,
     MergeRule,
@@ -28,6 +27,7 @@ from kvjax.cache.eviction.budgets import budgets_by_layer
 from kvjax.cache.protocol import LayerSpec, Traits
 from kvjax.cache.readers.full import Full
 from kvjax.cache.rings import RingLayer
+from kvjax.cache.storage import Codec
 from kvjax.cache.validation import check_component_type, check_hashable
 from kvjax.core.attention import AttentionPattern
 from kvjax.errors import IncompatibleMethod, KvjaxError

@@ -18,11 +18,11 @@ from jaxtyping import Float
 from kvjax.cache.binding import map_fields
 from kvjax.cache.codecs.plain import CodecWrapper
 from kvjax.cache.codecs.prompt_adaptive import PromptAdaptiveKeys
-from kvjax.cache.components import Codec
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import BoundLayer, KVMethod, LayerSpec, Traits
 from kvjax.cache.readers.full import Full
 from kvjax.cache.shared_prefix import SharedPrefixMethod
+from kvjax.cache.storage import Codec
 from kvjax.core import attention, memory
 from kvjax.core.attention_mass import Observation
 from kvjax.core.gradients import with_gradient_of

@@ -18,11 +18,11 @@ import numpy as np
 
 from kvjax.cache.accounting import kept_positions, state_bytes
 from kvjax.cache.bound_layer import MethodLayer
-from kvjax.cache.components import Codec, KVStorage
 from kvjax.cache.eviction.scorers import InvalidScores
 from kvjax.cache.eviction.selection import score_prompt
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import Cache, KVMethod, LayerSpec, LayerState
+from kvjax.cache.storage import Codec, KVStorage
 from kvjax.cache.validation import find_difference, uncompared_fields
 from kvjax.core import memory
 from kvjax.core.rope import Rope

@@ -12,7 +12,7 @@ import numpy as np
 from beartype import beartype
 from jaxtyping import AbstractArray, install_import_hook
 
-CHECKED = ("kvjax.core", "kvjax.engine", "kvjax.cache.components")
+CHECKED = ("kvjax.core", "kvjax.engine", "kvjax.cache.components", "kvjax.cache.storage")
 """Packages whose functions are checked."""
 
 

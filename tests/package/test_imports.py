@@ -91,7 +91,8 @@ def test_what_stands_on_nothing_imports_nothing_of_the_floors_above():
 def test_components_know_the_protocol_alone_and_the_bound_layer_is_known_to_the_method_alone():
     every = modules()
     cache = {name: path for name, path in every.items() if name.startswith("kvjax.cache.")}
-    assert imports_of(every["kvjax.cache.components"], cache) == {"kvjax.cache.protocol"}
+    assert imports_of(every["kvjax.cache.storage"], cache) == {"kvjax.cache.protocol"}
+    assert imports_of(every["kvjax.cache.components"], cache) == {"kvjax.cache.protocol", "kvjax.cache.storage"}
     naming = {path.name for name, path in every.items() if "MethodLayer" in path.read_text()}
     assert naming <= {"bound_layer.py", "rings.py", "method.py", "compose.py"}
 

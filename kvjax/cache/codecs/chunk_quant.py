@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.cache.codecs import bit_packing
-from kvjax.cache.components import Codec
+from kvjax.cache.storage import Codec
 from kvjax.core import memory
 from kvjax.core.gradients import refuse_gradient
 from kvjax.core.mesh import vary

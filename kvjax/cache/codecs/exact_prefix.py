@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from kvjax.cache.codecs.plain import CodecWrapper
-from kvjax.cache.components import Codec
+from kvjax.cache.storage import Codec
 from kvjax.core import attention, memory
 from kvjax.core.attention_mass import Observation
 from kvjax.core.step_bytes import StepBytes

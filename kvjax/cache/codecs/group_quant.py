@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.cache.codecs import bit_packing, blockwise
-from kvjax.cache.components import Codec, PagedArrays
+from kvjax.cache.storage import Codec, PagedArrays
 from kvjax.core import attention, memory
 from kvjax.core.gradients import refuse_gradient
 from kvjax.core.kernels import products, use_kernels

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.cache.codecs.group_quant import Kivi
-from kvjax.cache.components import KVStorage
 from kvjax.cache.protocol import LayerState
 from kvjax.cache.readers.fused_kernels import FusedKernel, register_kernel
+from kvjax.cache.storage import KVStorage
 from kvjax.core.attention import attend_dense, combine
 from kvjax.core.kernels import packed_attention
 from kvjax.core.types import Array, KVBlock, Partial

@@ -13,9 +13,9 @@ from jax import lax
 from kvjax.cache.binding import bind_fields
 from kvjax.cache.calibration.bases import group_heads, group_size, sum_outer_products
 from kvjax.cache.calibration.table_file import TableFile
-from kvjax.cache.components import Codec
 from kvjax.cache.eviction.representatives import fraction_of
 from kvjax.cache.protocol import LayerSpec
+from kvjax.cache.storage import Codec
 from kvjax.core import attention, memory
 from kvjax.core.mesh import over_heads
 from kvjax.core.step_bytes import StepBytes

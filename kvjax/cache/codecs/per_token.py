@@ -12,7 +12,7 @@ from jax import lax
 
 from kvjax.cache.codecs import blockwise
 from kvjax.cache.codecs.quantizers import MinMax, Quantizer
-from kvjax.cache.components import Codec
+from kvjax.cache.storage import Codec
 from kvjax.core import memory
 from kvjax.core.gradients import refuse_gradient
 from kvjax.core.types import Array, pytree

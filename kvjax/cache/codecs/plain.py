@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from kvjax.cache.components import Codec
+from kvjax.cache.storage import Codec
 from kvjax.core import memory
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array

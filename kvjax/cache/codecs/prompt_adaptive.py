@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvjax.cache.components import Codec
 from kvjax.cache.side_store.mixed_precision import LowTier, PrecisionTiers
+from kvjax.cache.storage import Codec
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError

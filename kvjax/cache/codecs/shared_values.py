@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 
 from kvjax.cache.codecs.plain import CodecWrapper
-from kvjax.cache.components import Codec
 from kvjax.cache.protocol import LayerSpec
+from kvjax.cache.storage import Codec
 from kvjax.core.attention_mass import Observation
 from kvjax.core.step_bytes import StepBytes
 from kvjax.core.types import Array

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
-from kvjax.cache.components import KVStorage, Reader, ReadResult
+from kvjax.cache.components import Reader, ReadResult
 from kvjax.cache.protocol import LayerState
 from kvjax.cache.readers import fused_kernels
 from kvjax.cache.readers.query_blocks import QUERY_BLOCK, logits, map_query_blocks, normalize_weights
+from kvjax.cache.storage import KVStorage
 from kvjax.core.attention import weights
 from kvjax.core.types import Array, Partial
 from kvjax.utils.parameter_types import check_fields

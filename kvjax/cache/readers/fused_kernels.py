@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from kvjax.cache.components import KVStorage
+from kvjax.cache.storage import KVStorage
 from kvjax.core.kernels import use_kernels
 from kvjax.errors import KvjaxError
 

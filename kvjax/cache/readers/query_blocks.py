@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.components import KVStorage
 from kvjax.cache.protocol import LayerState
+from kvjax.cache.storage import KVStorage
 from kvjax.core.attention import scores, split_blocks
 from kvjax.core.types import Array
 from kvjax.errors import KvjaxError

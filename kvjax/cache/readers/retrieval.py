@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.cache.codecs.plain import Plain
-from kvjax.cache.components import KVStorage, Reader, ReadResult
+from kvjax.cache.components import Reader, ReadResult
 from kvjax.cache.protocol import LayerSpec, LayerState
 from kvjax.cache.readers.query_blocks import map_query_blocks
+from kvjax.cache.storage import KVStorage
 from kvjax.core import memory
 from kvjax.core.attention import MASKED_LOGIT, weights
 from kvjax.core.attention_mass import Observation

@@ -8,10 +8,11 @@ from typing import Annotated, Any
 import jax.numpy as jnp
 
 from kvjax.cache.codecs.plain import Plain
-from kvjax.cache.components import Codec, KVStorage, Scorer, SideStore, Slots
+from kvjax.cache.components import Scorer, SideStore, Slots
 from kvjax.cache.eviction.representatives import fraction_of
 from kvjax.cache.protocol import LayerSpec, LayerState
 from kvjax.cache.readers.query_blocks import QUERY_BLOCK, map_query_blocks
+from kvjax.cache.storage import Codec, KVStorage
 from kvjax.core.attention import weights
 from kvjax.core.attention_mass import Observation
 from kvjax.core.memory import bytes_beyond

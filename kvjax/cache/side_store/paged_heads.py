@@ -16,12 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax.cache.components import Components, HeadBudgets, KVStorage, PagedArrays, SideStore, Slots
+from kvjax.cache.components import Components, HeadBudgets, SideStore, Slots
 from kvjax.cache.eviction.budget_allocation import most_shared_slots
 from kvjax.cache.eviction.ranking import BestOfLayer, BestOfModel
 from kvjax.cache.protocol import LayerSpec, LayerState
 from kvjax.cache.readers.full import Full
 from kvjax.cache.readers.query_blocks import map_query_blocks
+from kvjax.cache.storage import KVStorage, PagedArrays
 from kvjax.core.attention import MASKED_LOGIT, Rule, attend_dense, mix, visible
 from kvjax.core.attention_mass import Observation
 from kvjax.core.memory import bytes_beyond
