@@ -35,7 +35,7 @@ from kvjax.cache.components import Components, PromptSelection, ReadResult, Slot
 from kvjax.cache.eviction.decode_policy import check_policy_result
 from kvjax.cache.eviction.selection import apply_selection
 from kvjax.cache.protocol import LayerSpec, LayerState, Needs, StepResult
-from kvjax.cache.storage import Codec, KVStorage
+from kvjax.cache.storage import Codec, KVStorage, observed_queries
 from kvjax.cache.token_status import relative_error
 from kvjax.cache.uses import EDIT, ROLLBACK, Use
 from kvjax.core import memory
@@ -113,8 +113,9 @@ class MethodLayer:
         """Requests of all components to the decoder."""
         m = self.method
         scorer = None if m.select is None else m.select.scorer
-        observers = (scorer, m.decode, m.k, m.v, m.read, m.side_store, m.layer_budgets)
+        observers = (scorer, m.decode, m.read, m.side_store, m.layer_budgets)
         num_queries = [observer.num_queries for observer in observers if observer is not None]
+        num_queries += [observed_queries(m.k), observed_queries(m.v)]
         return Needs(
             # One component that observes all queries (None) decides for the others.
             observed_queries=None if None in num_queries else max(n for n in num_queries if n is not None),
@@ -254,7 +255,7 @@ class MethodLayer:
     @packs
     def encode_slots(self, block: KVBlock, observation: Observation | None) -> tuple[Any, Any, Any]:
         """Encodes the tokens of the main slots: (keys, values, the reader's state)."""
-        k, v = self.storage.encode_prompt(block, observation)
+        k, v = self.storage.encode(block, observation)
         return k, v, self.method.read.init_state(block, observation, self.spec)
 
     # Tokens after the prompt.
@@ -447,7 +448,7 @@ class MethodLayer:
         """`EditableLayer.append_block`."""
         self.check_use(EDIT)
         # Sequences of unequal length end in different slots: only a write on the device drops what lies beyond.
-        appended = self._append(memory.map_buffers(memory.to_device, state), block.clean())
+        appended = self._append(memory.load(state), block.clean())
         return memory.map_buffers(lambda new, old: memory.to_host(new) if old.host else new, appended, state)
 
     def partial(self, state: LayerState, q: Array, q_pos: Array, outside: Partial | None = None) -> Partial:

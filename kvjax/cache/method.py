@@ -9,7 +9,7 @@ from typing import Any, Literal
 from kvjax.cache.binding import bind_fields
 from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.codecs.per_token import PerTokenCodec
-from kvjax.cache.codecs.plain import Host, Plain
+from kvjax.cache.codecs.plain import Host, Plain, in_window
 from kvjax.cache.codecs.quantizers import Absmax
 from kvjax.cache.codecs.shared_values import SharedValues
 from kvjax.cache.components import (
@@ -172,8 +172,8 @@ def _bind_to_window(method: Method, spec: LayerSpec) -> MethodLayer:
     # Slots of a window are written over one by one. A codec of groups would need slots for whole groups and for tokens
     # that no query sees; 8 bits for each token take about as much, and lose less (docs/bytes.md).
     by_token = PerTokenCodec(Absmax())
-    in_window = Method(k=method.k.in_window(by_token), v=method.v.in_window(by_token), read=read)
-    return RingLayer(_share_values(bind_fields(in_window, spec), spec), spec.without_index)
+    windowed = Method(k=in_window(method.k, by_token), v=in_window(method.v, by_token), read=read)
+    return RingLayer(_share_values(bind_fields(windowed, spec), spec), spec.without_index)
 
 
 def _share_values(bound: Method, spec: LayerSpec) -> Method:

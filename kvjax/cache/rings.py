@@ -2,7 +2,7 @@
 
 A query at position t sees the tokens after t - window. So a layer with a window never reads more than its last `window`
 tokens, and new tokens take the slots of those that no query will see again. Token i of a sequence lies in slot i modulo
-the number of slots. The method's codecs say what is stored of it, in the form of `Codec.in_window`; `Full` reads it.
+the number of slots. The method's codecs say what is stored of it, as `codecs.plain.in_window` says; `Full` reads it.
 
 The headroom makes a call exact that brings several tokens: all of them are written, and then each reads its own window.
 It also bounds how many tokens can be taken back, as speculative decoding does.
@@ -36,7 +36,7 @@ HEADROOM_TOKENS = 16
 class RingLayer(MethodLayer):
     """A bound layer with a sliding window, whose slots are a ring.
 
-    Its method consists of codecs that store each token by itself (`Codec.in_window`), and a reader of all slots. In a
+    Its method consists of codecs that store each token by itself (`in_window`), and a reader of all slots. In a
     cache whose capacity is below `ring_slots` tokens nothing is ever overwritten.
     """
 
@@ -89,7 +89,7 @@ class RingLayer(MethodLayer):
     def prefill(self, block: KVBlock, observation: Observation | None, num_slots: int) -> LayerState:
         """Stores the last tokens of a prompt; see `BoundLayer`."""
         assert num_slots <= self.ring_slots  # as the layer itself says how many
-        if block.pos.shape[2] <= num_slots or not self._is_ring(num_slots):
+        if block.pos.shape[2] <= num_slots:
             return super().prefill(block, observation, num_slots)
         n = (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
         kept = gather_tokens(block, jnp.maximum(self._indices(n, num_slots), -1)[:, None])
@@ -140,8 +140,6 @@ class RingLayer(MethodLayer):
     def max_rollback(self, state: LayerState) -> Array:
         """`RewindableLayer.max_rollback`: as long as the token before the first one taken back has its whole window."""
         committed = super().max_rollback(state)
-        if not self._is_ring(state.pos.shape[2]):
-            return committed
         assert state.n is not None
         index = self._indices(state.n, state.pos.shape[2])
         missing = jnp.where((state.pos[:, 0] < 0) & (index >= 0), index + 1, 0)
@@ -151,8 +149,6 @@ class RingLayer(MethodLayer):
 
     def crop(self, state: LayerState, count: Array) -> LayerState:
         """`RewindableLayer.crop`."""
-        if not self._is_ring(state.pos.shape[2]):
-            return super().crop(state, count)
         assert state.n is not None
         n = state.n - count
         is_left = self._indices(state.n, state.pos.shape[2]) < n[:, None]

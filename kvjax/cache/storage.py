@@ -31,22 +31,22 @@ class Codec:
     `memory.pack` makes a `memory.Buffer` of it; `memory.append`, `memory.gather_tokens` and `memory.unpack` take that
     buffer. `cache.codecs.plain` has the shortest codec; one with several arrays keeps their buffers in a pytree, such
     as a NamedTuple under `exportable`, and calls these functions on each.
+
+    A codec that codes tokens together, or later than they come, sets `sequential_writes`: its tokens then arrive one by
+    one and in order, none is evicted, and the layer asks `num_committed` how many may be taken back. Two more abilities
+    are classes to derive from: `ObservingCodec` reads a prompt's queries, `HostLayout` stores otherwise on the host.
     """
 
-    sequential_writes = False  # whether `append` takes at most one token per call
-    supports_eviction = True  # whether any slot can be overwritten; otherwise tokens are only appended after the last
+    # Whether a token's stored numbers depend on tokens after it, as in groups: what a query reads then depends on when
+    # it comes, so that `append` takes at most one token per call.
+    sequential_writes = False
     pre_rope = False  # whether it stores keys before their rotation by RoPE
     is_smooth = False  # whether `decode` is a differentiable function of what was encoded
-    scores_in_place = False  # whether `score_in_place` leaves keys of host memory there
-    reads_keys = False  # whether it stores nothing, and reads values off the stored keys (`SharedValues`)
-    is_head_specific = False  # whether each head is stored differently, so that a page cannot move between heads
-    num_queries: int | None = 0  # last prompt queries of each sequence that `encode_prompt` observes, as in `Needs`
 
-    def encode_prompt(
-        self, x: Float[Array, "B K S H"], pos: Int32[Array, "B #K S"], observation: Observation | None
-    ) -> Any:
-        """`encode` for the tokens that a prompt leaves; override it in a codec that observes the prompt's queries."""
-        return self.encode(x, pos)
+    @property
+    def supports_eviction(self) -> bool:
+        """Whether each head can overwrite any slot; otherwise all heads write the same one, after the last token."""
+        return not self.sequential_writes
 
     @abstract
     def encode(self, x: Float[Array, "B K S H"], pos: Int32[Array, "B #K S"]) -> Any:
@@ -82,32 +82,17 @@ class Codec:
         """Restores some slots, in device memory; only these cross from the host."""
         ...
 
-    def load(self, stored: Any) -> Any:
-        """Copies the stored form to device memory, for `scores` and `mix`."""
-        return stored
-
     def scores(self, q: Float[Array, "B K G T H"], stored: Any) -> Float32[Array, "B K G T S"]:
         """Scaled dot products of queries and all keys; `stored` in device memory."""
         return attention.scores(q, self.decode(stored))
-
-    def score_in_place(self, q: Float[Array, "B K G T H"], stored: Any) -> Float32[Array, "B K G T S"]:
-        """`scores`, computed in the memory where the keys are, if the codec can do so."""
-        return self.scores(q, self.load(memory.map_buffers(memory.to_device, stored)))
 
     def mix(self, p: Float32[Array, "B K G T S"], stored: Any) -> Float32[Array, "B K G T Hv"]:
         """Sums all values by weights; `stored` in device memory."""
         return attention.mix(p, self.decode(stored))
 
-    def num_quantized(self, n: Int32[Array, " B"]) -> Int32[Array, " B"]:
-        """The number of the first n tokens of each sequence that are inexact when the next token is read.
-
-        It is for readers that hold the same tokens exactly elsewhere (SpeCache); without one the default will do.
-        """
-        return jnp.zeros_like(n)
-
     def num_committed(self, stored: Any, n: Int32[Array, " B"]) -> Int32[Array, " B"]:
         """The number of the first n tokens that cannot be rolled back, because they share stored numbers."""
-        return jnp.zeros_like(n) if self.supports_eviction else n
+        return n if self.sequential_writes else jnp.zeros_like(n)
 
     def used_part(self, stored: Any, num_tokens: int) -> Any:
         """The arrays, or parts of them, that a cache with `num_tokens` slots would have; its bytes are reported.
@@ -124,19 +109,12 @@ class Codec:
 
         Args:
           stored: the stored form, of abstract values.
-          tokens: of each key/value head, that `gather` takes; None: all slots, as `load`, `scores` and `mix` read them.
+          tokens: of each key/value head, that `gather` takes; None: all slots, as `scores` and `mix` read them.
         """
         return StepBytes.of_all(stored) if tokens is None else StepBytes.of_tokens(stored, tokens)
 
-    def in_window(self, by_token: Codec) -> Codec:
-        """The codec of a layer with a sliding window, whose slots are overwritten one by one, by all heads at once.
-
-        It is this one where each token is stored by itself, and `by_token` where tokens are coded together.
-        """
-        return self if self.supports_eviction else by_token
-
     def in_pages(self, page: int) -> Codec | None:
-        """The codec that stores immutable pages of `page` slots, each of one head; None if this one cannot.
+        """The codec that stores immutable pages of `page` slots, each of any head; None if this one cannot.
 
         Only `encode` and `decode` are called on it, with [B K S H] in whole pages that are filled from the front. Its
         arrays have one entry per slot in axis 2; those with one entry per page stand in a `PagedArrays`.
@@ -150,9 +128,41 @@ class Codec:
         """The same codec without host placement."""
         return self
 
+
+class ObservingCodec(Codec):
+    """A codec that observes the last queries of a prompt, such as one that keeps the channels that they need."""
+
+    num_queries: int | None = 0  # last prompt queries of each sequence that `encode` observes, as in `Needs`
+
+    @abstract
+    def encode(
+        self, x: Float[Array, "B K S H"], pos: Int32[Array, "B #K S"], observation: Observation | None = None
+    ) -> Any:
+        """As `Codec.encode`, with the queries of the prompt whose tokens x are; None where there are none to see."""
+        ...
+
+
+def encode_prompt(codec: Codec, x: Array, pos: Array, observation: Observation | None) -> Any:
+    """Stores what a prompt leaves, with its queries where the codec observes them."""
+    return codec.encode(x, pos, observation) if isinstance(codec, ObservingCodec) else codec.encode(x, pos)
+
+
+def observed_queries(codec: Codec) -> int | None:
+    """The number of the prompt's last queries that a codec observes, as in `Needs`."""
+    return codec.num_queries if isinstance(codec, ObservingCodec) else 0
+
+
+class HostLayout:
+    """Marks a codec that stores its arrays in another layout on the host, where single tokens are gathered."""
+
+    @abstract
     def on_host(self) -> Codec:
-        """The same codec in the layout that suits gathering single tokens from host memory."""
-        return self
+        """The same codec in that layout; `Codec.on_device` returns to the other one."""
+        ...
+
+
+class ReadsKeys:
+    """Marks a codec of values that stores nothing, and reads them off the stored keys (`codecs.shared_values`)."""
 
 
 class PagedArrays:
@@ -190,14 +200,15 @@ class KVStorage:
             return block.k
         return self.spec.rope.unrotate(block.k, block.pos).astype(block.k.dtype)
 
-    def encode_prompt(self, block: KVBlock, observation: Observation | None) -> tuple[Any, Any]:
-        """Encodes the tokens that a prompt leaves: the stored keys, and the stored values."""
-        k = self.k.encode_prompt(self.keys_to_store(block), block.pos, observation)
-        return k, self.v.encode_prompt(block.v, block.pos, observation)
+    @property
+    def shares_values(self) -> bool:
+        """Whether values are channels of the keys, and stored once for both."""
+        return isinstance(self.v, ReadsKeys)
 
-    def encode(self, block: KVBlock) -> tuple[Any, Any]:
-        """Encodes other tokens, without a prompt's queries: the stored keys, and the stored values."""
-        return self.k.encode(self.keys_to_store(block), block.pos), self.v.encode(block.v, block.pos)
+    def encode(self, block: KVBlock, observation: Observation | None = None) -> tuple[Any, Any]:
+        """Encodes the tokens that a prompt leaves: the stored keys, and the stored values."""
+        k = encode_prompt(self.k, self.keys_to_store(block), block.pos, observation)
+        return k, encode_prompt(self.v, block.v, block.pos, observation)
 
     def append(self, k: Any, v: Any, new: KVBlock, slot: Int32[Array, "B #K"]) -> tuple[Any, Any]:
         """Writes new tokens into stored keys and values, from `slot` on."""
@@ -205,12 +216,12 @@ class KVStorage:
 
     def open_values(self, state: LayerState) -> LayerState:
         """Returns the state as readers take it: where values are channels of the keys, `v` is what `k` stores."""
-        return dataclasses.replace(state, v=state.k) if self.v.reads_keys else state
+        return dataclasses.replace(state, v=state.k) if self.shares_values else state
 
     def load(self, state: LayerState) -> tuple[Any, Any]:
         """Copies stored keys and values to device memory, once where they are the same."""
-        keys = self.k.load(state.k)
-        return keys, keys if self.v.reads_keys else self.v.load(state.v)
+        keys = memory.load(state.k)
+        return keys, keys if self.shares_values else memory.load(state.v)
 
     def read_bytes(self, state: LayerState, tokens: int | None = None) -> StepBytes:
         """Bytes of the stored keys and values that a step reads; `tokens` as in `Codec.read_bytes`."""
@@ -231,7 +242,7 @@ class KVStorage:
     ) -> tuple[Float[Array, "B K n H"], Float[Array, "B K n Hv"]]:
         """Decodes keys, rotated to their true positions `pos`, and values in some slots."""
         keys = self.k.gather(state.k, idx)
-        values = self.spec.values_of(keys) if self.v.reads_keys else self.v.gather(state.v, idx)
+        values = self.spec.values_of(keys) if self.shares_values else self.v.gather(state.v, idx)
         return self._rotate(keys, pos), values
 
     def _rotate(self, k: Array, pos: Array) -> Array:
@@ -239,7 +250,7 @@ class KVStorage:
 
     def decode(self, k: Any, v: Any, pos: Int32[Array, "B #K S"]) -> KVBlock:
         """Decodes all stored keys, rotated to their true positions, and values."""
-        return KVBlock(self.decode_keys(k, pos), self.v.decode(k if self.v.reads_keys else v), pos)
+        return KVBlock(self.decode_keys(k, pos), self.v.decode(k if self.shares_values else v), pos)
 
     def in_pages(self, page: int) -> KVStorage:
         """The storage of immutable pages of `page` slots; of codecs whose `in_pages` is not None."""

@@ -178,6 +178,11 @@ def to_device(buf: Buffer) -> Buffer:
     return dataclasses.replace(buf, data=bits)
 
 
+def load(tree: Any) -> Any:
+    """Copies all buffers of a tree to device memory."""
+    return map_buffers(to_device, tree)
+
+
 def to_host(buf: Buffer) -> Buffer:
     """Copies the whole buffer to pinned host memory; under `as_floats` it stays on the device."""
     if buf.host or as_floats.value:

@@ -16,13 +16,13 @@ from jax import lax
 from jaxtyping import Float
 
 from kvjax.cache.binding import map_fields
-from kvjax.cache.codecs.plain import CodecWrapper
+from kvjax.cache.codecs.plain import CodecWrapper, in_window
 from kvjax.cache.codecs.prompt_adaptive import PromptAdaptiveKeys
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import BoundLayer, KVMethod, LayerSpec, Traits
 from kvjax.cache.readers.full import Full
 from kvjax.cache.shared_prefix import SharedPrefixMethod
-from kvjax.cache.storage import Codec
+from kvjax.cache.storage import Codec, encode_prompt, observed_queries
 from kvjax.core import attention, memory
 from kvjax.core.attention_mass import Observation
 from kvjax.core.gradients import with_gradient_of
@@ -34,7 +34,7 @@ from kvjax.errors import KvjaxError
 class StraightThroughState:
     """The wrapped codec's storage, and the exact vectors that carry the gradient."""
 
-    stored: Any
+    inner: Any
     exact: Float[Array, "B K S H"]
 
 
@@ -51,11 +51,12 @@ class StraightThrough(CodecWrapper, PromptAdaptiveKeys):
 
     is_smooth: ClassVar[bool] = True
 
-    def encode_prompt(self, x: Array, pos: Array, observation: Observation | None) -> StraightThroughState:
-        return StraightThroughState(self.inner.encode_prompt(*_constant(x, pos, observation)), x)
+    @property
+    def num_queries(self) -> int | None:
+        return observed_queries(self.inner)
 
-    def encode(self, x: Array, pos: Array) -> StraightThroughState:
-        return StraightThroughState(self.inner.encode(*_constant(x, pos)), x)
+    def encode(self, x: Array, pos: Array, observation: Observation | None = None) -> StraightThroughState:
+        return StraightThroughState(encode_prompt(self.inner, *_constant(x, pos, observation)), x)
 
     def fit_prompt(self, x: Array, pos: Array, observation: Observation) -> Array:
         return cast(PromptAdaptiveKeys, self.inner).fit_prompt(*_constant(x, pos, observation))
@@ -64,42 +65,29 @@ class StraightThrough(CodecWrapper, PromptAdaptiveKeys):
         return StraightThroughState(cast(PromptAdaptiveKeys, self.inner).encode_with(*_constant(x, pos, params)), x)
 
     def decode(self, stored: StraightThroughState) -> Array:
-        coded = self.inner.decode(_constant(stored.stored))
+        coded = self.inner.decode(_constant(stored.inner))
         return with_gradient_of(coded, stored.exact.astype(coded.dtype))
 
     def append(self, stored: StraightThroughState, x: Array, at: Array) -> StraightThroughState:
-        inner = self.inner.append(*_constant(stored.stored, x, at))
+        inner = self.inner.append(*_constant(stored.inner, x, at))
         return StraightThroughState(inner, memory.put(stored.exact, x.astype(stored.exact.dtype), at))
 
     def gather(self, stored: StraightThroughState, idx: Array) -> Array:
         # A codec clips indices outside the cache; the exact vectors must follow it.
         exact = memory.take(stored.exact, idx.clip(0, max(stored.exact.shape[2] - 1, 0)))
-        coded = self.inner.gather(*_constant(stored.stored, idx))
+        coded = self.inner.gather(*_constant(stored.inner, idx))
         return with_gradient_of(coded, exact.astype(coded.dtype))
 
-    def load(self, stored: StraightThroughState) -> StraightThroughState:
-        return StraightThroughState(self.inner.load(_constant(stored.stored)), stored.exact)
-
     def scores(self, q: Array, stored: StraightThroughState) -> Array:
-        value = self.inner.scores(*_constant(q, stored.stored))
-        return with_gradient_of(value, attention.scores(q, self.decode(stored)))
-
-    def score_in_place(self, q: Array, stored: StraightThroughState) -> Array:
-        value = self.inner.score_in_place(*_constant(q, stored.stored))
+        value = self.inner.scores(*_constant(q, stored.inner))
         return with_gradient_of(value, attention.scores(q, self.decode(stored)))
 
     def mix(self, p: Array, stored: StraightThroughState) -> Array:
-        value = self.inner.mix(*_constant(p, stored.stored))
+        value = self.inner.mix(*_constant(p, stored.inner))
         return with_gradient_of(value, attention.mix(p, self.decode(stored)))
 
-    def num_committed(self, stored: StraightThroughState, n: Array) -> Array:
-        return self.inner.num_committed(stored.stored, n)
-
-    def used_part(self, stored: StraightThroughState, num_tokens: int) -> Any:
-        return self.inner.used_part(stored.stored, num_tokens), stored.exact[:, :, :num_tokens]
-
     def in_window(self, by_token: Codec) -> Codec:
-        return dataclasses.replace(self, inner=self.inner.in_window(by_token))
+        return dataclasses.replace(self, inner=in_window(self.inner, by_token))
 
     def in_pages(self, page: int) -> Codec | None:
         inner = self.inner.in_pages(page)

@@ -42,20 +42,11 @@ class SortedChannels(kv.CodecWrapper):
     def gather(self, stored: SortedState, idx: kv.Array) -> kv.Array:
         return _permute_back(self.inner.gather(stored.inner, idx), stored.order)
 
-    def load(self, stored: SortedState) -> SortedState:
-        return SortedState(self.inner.load(stored.inner), stored.order)
-
     def scores(self, q: kv.Array, stored: SortedState) -> kv.Array:
         return self.inner.scores(_permute(q, stored.order), stored.inner)
 
-    def score_in_place(self, q: kv.Array, stored: SortedState) -> kv.Array:
-        return self.inner.score_in_place(_permute(q, stored.order), stored.inner)
-
     def mix(self, p: kv.Array, stored: SortedState) -> kv.Array:
         return _permute_back(self.inner.mix(p, stored.inner), stored.order)
-
-    def num_committed(self, stored: SortedState, n: kv.Array) -> kv.Array:
-        return self.inner.num_committed(stored.inner, n)
 
 
 def _permute(x: kv.Array, order: kv.Array) -> kv.Array:

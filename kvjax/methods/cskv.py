@@ -29,8 +29,7 @@ class ExactWindow(kv.CodecWrapper):
 
     window: kv.PositiveInt = 32
 
-    sequential_writes: ClassVar[bool] = True  # whether a query sees a token exactly depends on when it asks
-    supports_eviction: ClassVar[bool] = False  # the window is counted in slots
+    sequential_writes: ClassVar[bool] = True  # a token is exact until the window, which is counted in slots, has passed
 
     __post_init__ = kv.check_fields
 
@@ -53,12 +52,6 @@ class ExactWindow(kv.CodecWrapper):
     def gather(self, stored: WindowState, idx: kv.Array) -> kv.Array:
         return self._insert_newest(stored, self.inner.gather(stored.inner, idx), idx)
 
-    def read_bytes(self, stored: WindowState, tokens: int | None = None) -> kv.StepBytes:
-        return self.inner.read_bytes(stored.inner, tokens) + kv.StepBytes.of_all((stored.newest, stored.n))
-
-    def load(self, stored: WindowState) -> WindowState:
-        return dataclasses.replace(stored, inner=self.inner.load(stored.inner))
-
     def scores(self, q: kv.Array, stored: WindowState) -> kv.Array:
         scores = self.inner.scores(q, stored.inner)
         slot = jnp.arange(scores.shape[4], dtype=jnp.int32)[None, None]
@@ -77,9 +70,6 @@ class ExactWindow(kv.CodecWrapper):
         is_new = self._is_in_window(stored, newest)[:, :, None, None]
         newer = jnp.where(is_new, jnp.take_along_axis(p, at, 4), 0.0)
         return self.inner.mix(older, stored.inner) + kv.attention.mix(newer, stored.newest)
-
-    def num_quantized(self, n: kv.Array) -> kv.Array:
-        return jnp.maximum(n + 1 - self.window, 0)
 
     def _is_in_window(self, stored: WindowState, slot: kv.Array) -> kv.Array:
         n = stored.n[:, None, None]

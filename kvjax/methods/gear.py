@@ -50,8 +50,7 @@ class LowRankResidual(kv.Codec):
     rank: kv.PositiveInt = 4
     later: kv.PositiveInt = 2
 
-    sequential_writes = True  # whether a query sees a token exactly depends on when it asks
-    supports_eviction = False  # tokens of a chunk share their ranges and their basis, so none of them can leave
+    sequential_writes = True  # tokens of a chunk share their ranges and their basis, and are exact until it is full
 
     __post_init__ = kv.check_fields
 

@@ -38,7 +38,7 @@ class TopValues(kv.Reader):
         other_partial: kv.Partial | None = None,
         cross_layer: Any = None,
     ) -> kv.ReadResult:
-        keys = storage.k.load(state.k)
+        keys = kv.memory.load(state.k)
 
         def attend(q: kv.Array, q_pos: kv.Array, *others: kv.Array) -> kv.ReadResult:
             B, K, G, T, _ = q.shape

@@ -165,8 +165,7 @@ class DenseAndSparse(kv.Codec):
     outliers: Outliers
     pre_rope: bool = False
 
-    sequential_writes = True  # whether a query sees a token exactly depends on when it asks
-    supports_eviction = False  # tokens of a chunk share their ranges, so none of them can leave
+    sequential_writes = True  # tokens of a chunk share their ranges, and are exact until it is full
 
     def num_committed(self, stored: DenseAndSparseState, n: kv.Array) -> kv.Array:
         return self.codes.num_committed(stored.codes, n)

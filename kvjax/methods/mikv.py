@@ -16,7 +16,7 @@ from kvjax.cache.codecs.prompt_adaptive import PromptAdaptiveKeys, PromptAdaptiv
 class BalancedKeys:
     """Keys times the weights of their channels."""
 
-    keys: Any  # stored by the inner codec
+    inner: Any
     weight: kv.Array  # f32[B K 1 H]
 
 
@@ -47,25 +47,16 @@ class ChannelBalancer(PromptAdaptiveKeys, kv.CodecWrapper):
         return BalancedKeys(self.inner.encode(_scale(x, params), pos), params)
 
     def decode(self, stored: BalancedKeys) -> kv.Array:
-        return _scale(self.inner.decode(stored.keys), 1 / stored.weight)
+        return _scale(self.inner.decode(stored.inner), 1 / stored.weight)
 
     def append(self, stored: BalancedKeys, x: kv.Array, at: kv.Array) -> BalancedKeys:
-        return dataclasses.replace(stored, keys=self.inner.append(stored.keys, _scale(x, stored.weight), at))
+        return dataclasses.replace(stored, inner=self.inner.append(stored.inner, _scale(x, stored.weight), at))
 
     def gather(self, stored: BalancedKeys, idx: kv.Array) -> kv.Array:
-        return _scale(self.inner.gather(stored.keys, idx), 1 / stored.weight)
-
-    def load(self, stored: BalancedKeys) -> BalancedKeys:
-        return dataclasses.replace(stored, keys=self.inner.load(stored.keys))
+        return _scale(self.inner.gather(stored.inner, idx), 1 / stored.weight)
 
     def scores(self, q: kv.Array, stored: BalancedKeys) -> kv.Array:
-        return self.inner.scores(_scale(q, 1 / stored.weight[:, :, None]), stored.keys)
-
-    def num_quantized(self, n: kv.Array) -> kv.Array:
-        return n
-
-    def num_committed(self, stored: BalancedKeys, n: kv.Array) -> kv.Array:
-        return self.inner.num_committed(stored.keys, n)
+        return self.inner.scores(_scale(q, 1 / stored.weight[:, :, None]), stored.inner)
 
 
 def _scale(x: kv.Array, weight: kv.Array) -> kv.Array:

@@ -74,7 +74,7 @@ class SharedDirections(kv.PrecisionTiers):
 
         # Values that are channels of the keys are those of the merged key, which has one length.
         k_length = split_length(own.k)[0]
-        lengths = k_length, k_length if storage.v.reads_keys else split_length(own.v)[0]
+        lengths = k_length, k_length if storage.shares_values else split_length(own.v)[0]
         if self.paired_layer < 0:  # the upper layer reads the directions of the lower one
             return main, MergedTokens(None, None, *lengths, own.pos)
         k, v = (slerp(a, b, self.t).astype(a.dtype) for a, b in ((own.k, other.k), (own.v, other.v)))

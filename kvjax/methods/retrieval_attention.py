@@ -52,7 +52,7 @@ class HostSearch(kv.Reader):
         B, _, S = state.pos.shape
         searched, tokens = storage.k.read_bytes(state.k), storage.spec.num_groups * min(self.topk, S)
         found = dataclasses.replace(storage.k.read_bytes(state.k, tokens), device=0)  # the device reads all keys once
-        if searched.link and storage.k.scores_in_place and not storage.k.pre_rope:
+        if searched.link and _is_exact(storage.k):
             products = 4 * B * storage.spec.num_kv_heads * storage.spec.num_groups * S
             searched = kv.StepBytes(device=searched.device, link=products, host=searched.link)
         return searched + found + storage.v.read_bytes(state.v, tokens) + kv.StepBytes.of_all(state.reader_state)
@@ -88,10 +88,12 @@ class HostSearch(kv.Reader):
             with jax.named_scope("search"):
                 # The search only chooses which tokens are read, so no gradient passes through it.
                 search_q = lax.stop_gradient(q)
-                if storage.k.pre_rope:  # the host cannot rotate, so pre-RoPE keys come to the device
+                if _is_exact(storage.k):  # the host itself multiplies, so that products cross the bus and no keys
+                    s = kv.memory.dot_products(state.k, search_q) * search_q.shape[-1] ** -0.5
+                elif storage.k.pre_rope:
                     s = kv.attention.scores(search_q, storage.decode_keys(state.k, state.pos))
                 else:
-                    s = storage.k.score_in_place(search_q, state.k)
+                    s = storage.k.scores(search_q, kv.memory.load(state.k))
                 s = rule.logits(s, state.pos, q_pos, state.bias, is_searched)
                 s = jnp.where(s > kv.MASKED_LOGIT / 2, s, -jnp.inf)
                 best, slots = kv.top_k(s, min(self.topk, S))
@@ -105,6 +107,11 @@ class HostSearch(kv.Reader):
         places = min(slots, self.sinks + self.recent)
         sinks = min(self.sinks, places - 1)
         return kv.RingBuffer(sinks, places - sinks)
+
+
+def _is_exact(codec: kv.Codec) -> bool:
+    """Whether a codec stores keys as they are, on the device or on the host."""
+    return codec.on_device() == kv.Plain()
 
 
 @kv.register_method(example="retrieval_attention:sinks=64,recent=256", family="host memory")

@@ -95,14 +95,10 @@ class CrossHeadRotation(kv.CodecWrapper):
     spec: kv.LayerSpec | None = None
 
     pre_rope: ClassVar[bool] = True
-    supports_eviction: ClassVar[bool] = False  # a slot of all heads together cannot be written for one of them
 
     @property
-    def is_head_specific(self) -> bool:
-        return self.means is not None  # a table's order is that of certain heads
-
-    def in_window(self, by_token: kv.Codec) -> kv.Codec:
-        return self  # there all heads overwrite a slot together
+    def supports_eviction(self) -> bool:
+        return False  # a slot of all heads together cannot be written for one of them
 
     def at(self, spec: kv.LayerSpec) -> kv.Codec:
         bound = dataclasses.replace(kv.bind_fields(self, spec), spec=spec.without_index)
@@ -145,13 +141,7 @@ class CrossHeadRotation(kv.CodecWrapper):
     def read_bytes(self, stored: ReorderedKeys, tokens: int | None = None) -> kv.StepBytes:
         assert self.spec is not None
         asked = None if tokens is None else tokens * self.spec.num_kv_heads  # by all heads, for each of them
-        return self.inner.read_bytes(stored.inner, asked) + kv.StepBytes.of_all(stored.order)
-
-    def load(self, stored: ReorderedKeys) -> ReorderedKeys:
-        return dataclasses.replace(stored, inner=self.inner.load(stored.inner))
-
-    def num_committed(self, stored: ReorderedKeys, n: kv.Array) -> kv.Array:
-        return self.inner.num_committed(stored.inner, n)
+        return super().read_bytes(stored, asked)
 
     @property
     def _group_channels(self) -> int:

@@ -51,7 +51,6 @@ class StaircaseQuantizer(kv.Codec):
     every: int = 128
 
     sequential_writes = True  # in how many bits a query sees a token depends on when it asks
-    supports_eviction = False  # tokens of a group share a scale, so none of them can leave
 
     def __post_init__(self):
         if not self.bits or any(newer < older for newer, older in zip(self.bits, self.bits[1:], strict=False)):
@@ -62,9 +61,6 @@ class StaircaseQuantizer(kv.Codec):
     def _group_codec(self, level: int) -> kv.Kivi:
         return kv.Kivi(self.bits[level], self.group, self.axis, self.every, packed="channels")
 
-    def num_quantized(self, n: kv.Array) -> kv.Array:
-        return n // self.every * self.every
-
     def num_committed(self, stored: StaircaseState, n: kv.Array) -> kv.Array:
         return stored.num_quantized
 
@@ -74,7 +70,7 @@ class StaircaseQuantizer(kv.Codec):
         length = (pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
         is_real = jnp.arange(num_slots, dtype=jnp.int32)[None] < length[:, None]
         x = jnp.where(is_real[:, None, :, None], x, jnp.zeros((), x.dtype))
-        num_quantized = self.num_quantized(length)
+        num_quantized = length // self.every * self.every
 
         def block_of_age(age: int) -> kv.Array:
             """The `every` tokens that became codes `age` blocks ago; at -1 the newest, which are exact."""

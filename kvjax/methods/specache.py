@@ -108,14 +108,14 @@ class SpeculativeReader(kv.Reader):
                 lse_others = kv.attention.log_sum_exp(other_partial.m, other_partial.l)
                 mass = mass * kv.attention.weight_share(kv.attention.log_sum_exp(m, l), lse_others)[:, :, :, :1]
             mass = self._reduce_group(mass)
-            fetched = self._fetch(storage, state, mass, self.k.num_quantized(state.n - 1))
+            fetched = self._fetch(storage, state, mass, self._num_coded(state.n - 1))
         else:
             fetched = reader_state.fetched
         part, mass = self._attend(storage, state, s, q, fetched, q_pos, other_partial)
         if self.speculative:
             # Nothing else in this step needs the result, so the transfer overlaps with the layers above.
             with jax.named_scope("prefetch"):
-                new, old = self._fetch(storage, state, mass, self.k.num_quantized(state.n)), reader_state.fetched
+                new, old = self._fetch(storage, state, mass, self._num_coded(state.n)), reader_state.fetched
                 # A sequence without a token in this step keeps what was fetched for its next one.
                 real = (q_pos[:, -1] >= 0)[:, None, None]
                 k, v = (jnp.where(real[..., None], a, b) for a, b in ((new.k, old.k), (new.v, old.v)))
@@ -153,6 +153,14 @@ class SpeculativeReader(kv.Reader):
 
         exact_p = jnp.where(exact > kv.MASKED_LOGIT / 2, jnp.exp(exact - exact_part.m[..., None]), 0.0)
         return part, _set_at(normalize_last(p, m), slot, normalize_last(exact_p, exact_part.m))
+
+    def _num_coded(self, n: kv.Array) -> kv.Array:
+        """The number of the first n tokens i32[B] whose keys are codes when the next token is read."""
+        codec = self.k
+        while isinstance(codec, kv.CodecWrapper):  # which carries gradients
+            codec = codec.inner
+        assert isinstance(codec, kv.Kivi)
+        return codec.num_quantized(n)
 
     def _reduce_group(self, w: kv.Array) -> kv.Array:
         """Reduces weights f32[B K G S] to f32[B K S]."""

@@ -64,9 +64,6 @@ class ChannelPruner(PromptAdaptiveKeys):
         s = kv.attention.scores(_take_channels(q, stored.channels[:, :, None]), kept)
         return s * (kept.shape[3] / stored.H) ** 0.5  # `attention.scores` divides by the root of C, ThinK by that of H
 
-    def num_quantized(self, n: kv.Array) -> kv.Array:
-        return n
-
     def _widen(self, kept: kv.Array, stored: PrunedKeys) -> kv.Array:
         """Puts zeros into the channels that were dropped: [B K n C] -> [B K n H]."""
         channel = jnp.arange(stored.H, dtype=jnp.int32)[None, None, :, None]

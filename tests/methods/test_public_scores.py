@@ -187,7 +187,7 @@ def test_think_keeps_the_same_channels_of_each_head_and_zeros_stand_for_the_othe
 
     @jax.jit
     def prune(k, pos, observation):
-        pruned = codec.encode_prompt(k, pos, observation)
+        pruned = codec.encode(k, pos, observation)
         return pruned.channels, codec.decode(pruned)
 
     channels, keys = prune(block.k, block.pos, observation)

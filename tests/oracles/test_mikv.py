@@ -118,13 +118,13 @@ def test_balance_alone_changes_no_product_and_gives_keys_back():
 
     @jax.jit
     def run(x, q):
-        stored = codec.encode_prompt(x, pos[:, None], Observation(q, pos))
+        stored = codec.encode(x, pos[:, None], Observation(q, pos))
         stored = codec.append(stored, x[:, :, :1], at)
         rows = codec.gather(stored, jnp.broadcast_to(at[:, :, None], (2, 2, 1)))
         return stored, codec.decode(stored), codec.scores(q[:, :, :, :1], stored), rows
 
     stored, decoded, scores, rows = run(noisy, q)
-    assert not np.allclose(stored.keys.data[0], x[0]) and np.isfinite(decoded).all()
+    assert not np.allclose(stored.inner.data[0], x[0]) and np.isfinite(decoded).all()
     np.testing.assert_allclose(decoded[0, :, :5], x[0, :, :5], rtol=1e-5)
     np.testing.assert_allclose(rows, x[:, :, :1], rtol=1e-5)
     np.testing.assert_allclose(scores, attention.scores(q[:, :, :, :1], decoded), atol=1e-5)
@@ -154,4 +154,4 @@ def test_codes_by_token_are_the_oracles_and_really_packed(bits):
 
 def test_what_has_no_meaning_is_refused():
     with pytest.raises(KvjaxError, match="has seen none"):
-        ChannelBalancer(Plain()).encode_prompt(jnp.ones((1, 1, 2, 4)), jnp.zeros((1, 1, 2), jnp.int32), None)
+        ChannelBalancer(Plain()).encode(jnp.ones((1, 1, 2, 4)), jnp.zeros((1, 1, 2), jnp.int32), None)

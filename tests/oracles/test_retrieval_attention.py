@@ -75,6 +75,6 @@ def test_the_host_computes_the_products_that_the_device_would(dtype):
 def test_keys_in_codes_are_searched_on_the_device():
     batch, codec = layer.random_batch(), Host(PerTokenCodec(Absmax()))
     stored = codec.encode(batch.k, jnp.zeros((layer.B, 1, batch.k.shape[2]), jnp.int32))
-    indices = jax.jit(codec.score_in_place)(batch.q[:, :, :, :2], stored)
+    indices = jax.jit(lambda q, stored: codec.scores(q, memory.load(stored)))(batch.q[:, :, :, :2], stored)
     expected = jnp.einsum("bkgth,bksh->bkgts", batch.q[:, :, :, :2], codec.decode(stored)) / np.sqrt(layer.H)
     np.testing.assert_allclose(indices, expected, atol=1e-4)

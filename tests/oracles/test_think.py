@@ -93,8 +93,8 @@ def test_channels_that_stay_are_bit_equal_and_a_query_reads_no_others(codec, dty
 
     @jax.jit
     def run(x, pos, observation, at, idx):
-        stored = codec.encode_prompt(x, pos, observation)
-        restored, loaded, q = codec.decode(stored), codec.load(stored), observation.q[:, :, :, :1]
+        stored = codec.encode(x, pos, observation)
+        restored, loaded, q = codec.decode(stored), memory.load(stored), observation.q[:, :, :, :1]
         decoded = codec.append(stored, x[:, :, :1], at)
         scores = codec.scores(q, loaded), attention.scores(q, restored)
         return stored, restored, scores, codec.gather(decoded, idx), codec.decode(decoded)
@@ -126,6 +126,6 @@ def test_over_a_selection_older_tokens_are_those_that_it_leaves():
 def test_what_has_no_meaning_is_refused():
     x, pos, _ = random_prompt()
     with pytest.raises(KvjaxError, match="has seen none"):
-        ChannelPruner().encode_prompt(x, pos, None)
+        ChannelPruner().encode(x, pos, None)
     with pytest.raises(KvjaxError, match="observe 32 of them"):
         OlderTokens(ChannelPruner()).encode_low_tier(KVBlock(x, x, pos), KVBlock(x, x, pos), None)

@@ -76,8 +76,7 @@ class ChunkCodec(Codec):
     bits: bit_packing.RowBits = 4
     every: NonNegativeInt = 0
 
-    sequential_writes = True  # whether a query reads a token exactly depends on when the query comes
-    supports_eviction = False  # the tokens of a chunk share numbers, so none of them can leave
+    sequential_writes = True  # the tokens of a chunk share numbers, and are exact until it is full
 
     __post_init__ = check_fields
 

@@ -7,11 +7,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from kvjax.cache.codecs.plain import CodecWrapper
-from kvjax.cache.storage import Codec
+from kvjax.cache.codecs.plain import CodecWrapper, in_window
+from kvjax.cache.storage import Codec, ObservingCodec, encode_prompt, observed_queries
 from kvjax.core import attention, memory
 from kvjax.core.attention_mass import Observation
-from kvjax.core.step_bytes import StepBytes
 from kvjax.core.types import Array, pytree
 from kvjax.utils.parameter_types import NonNegativeInt, check_fields
 
@@ -25,7 +24,7 @@ class PrefixState:
 
 
 @dataclasses.dataclass(frozen=True)
-class ExactPrefix(CodecWrapper):
+class ExactPrefix(CodecWrapper, ObservingCodec):
     """Stores and reads the first `count` tokens exactly.
 
     Attention sinks are among a text's first tokens, and their keys are unlike all others (KVQuant, Hooper et al. 2024,
@@ -37,15 +36,16 @@ class ExactPrefix(CodecWrapper):
 
     __post_init__ = check_fields
 
+    @property
+    def num_queries(self) -> int | None:
+        return observed_queries(self.inner)
+
     def in_window(self, by_token: Codec) -> Codec:
-        return self.inner.in_window(by_token)  # the first tokens leave the window
+        return in_window(self.inner, by_token)  # the first tokens leave the window
 
-    def encode_prompt(self, x: Array, pos: Array, observation: Observation | None) -> PrefixState:
+    def encode(self, x: Array, pos: Array, observation: Observation | None = None) -> PrefixState:
         first = jnp.where((pos >= 0)[..., None], x, jnp.zeros((), x.dtype))[:, :, : self.count]
-        return PrefixState(self.inner.encode_prompt(x, pos, observation), first)
-
-    def encode(self, x: Array, pos: Array) -> PrefixState:
-        return self.encode_prompt(x, pos, None)
+        return PrefixState(encode_prompt(self.inner, x, pos, observation), first)
 
     def append(self, stored: PrefixState, x: Array, at: Array) -> PrefixState:
         # `put` drops the tokens that lie after the prefix.
@@ -62,9 +62,6 @@ class ExactPrefix(CodecWrapper):
         exact = memory.take(stored.first, jnp.clip(idx, 0, num_exact - 1))
         return jnp.where((idx < num_exact)[..., None], exact, others)
 
-    def load(self, stored: PrefixState) -> PrefixState:
-        return dataclasses.replace(stored, inner=self.inner.load(stored.inner))
-
     def scores(self, q: Array, stored: PrefixState) -> Array:
         others = self.inner.scores(q, stored.inner)[..., stored.first.shape[2] :]
         return jnp.concatenate([attention.scores(q, stored.first), others], 4)
@@ -74,9 +71,3 @@ class ExactPrefix(CodecWrapper):
         is_exact = jnp.arange(p.shape[4], dtype=jnp.int32) < num_exact
         others = self.inner.mix(jnp.where(is_exact[None, None, None, None], 0.0, p), stored.inner)
         return others + attention.mix(p[..., :num_exact], stored.first)
-
-    def read_bytes(self, stored: PrefixState, tokens: int | None = None) -> StepBytes:
-        return self.inner.read_bytes(stored.inner, tokens) + StepBytes.of_all(stored.first)
-
-    def num_committed(self, stored: PrefixState, n: Array) -> Array:
-        return self.inner.num_committed(stored.inner, n)

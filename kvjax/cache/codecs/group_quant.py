@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.cache.codecs import bit_packing, blockwise
-from kvjax.cache.storage import Codec, PagedArrays
+from kvjax.cache.storage import Codec, HostLayout, PagedArrays
 from kvjax.core import attention, memory
 from kvjax.core.gradients import refuse_gradient
 from kvjax.core.kernels import products, use_kernels
@@ -35,7 +35,7 @@ class KiviState:
 
 
 @dataclasses.dataclass(frozen=True)
-class Kivi(Codec):
+class Kivi(Codec, HostLayout):
     """Group quantization with a residual window (Liu et al. 2024, arXiv 2402.02750, section 3.2 and Algorithm 1).
 
     As in the authors' code, keys leave the residual R at a time, once it is full, and values one by one. Tokens that a
@@ -59,8 +59,7 @@ class Kivi(Codec):
     one_bit: Literal["improved", "original"] = "improved"
     packed: str = "tokens"
 
-    sequential_writes = True  # whether a query reads a token exactly depends on when the query comes
-    supports_eviction = False  # the tokens of a group share a scale, so none of them can leave
+    sequential_writes = True  # the tokens of a group share a scale, and the newest ones are exact
 
     def __post_init__(self):
         check_fields(self)
@@ -111,6 +110,7 @@ class Kivi(Codec):
         return PagedKivi(self, page)
 
     def num_quantized(self, n: Array) -> Array:
+        """The number of the first n tokens i32[B] that are codes when the next token is read."""
         if self.axis == "channel":
             # As in the authors' code: a prompt's keys beyond whole residuals stay exact, and its last R values.
             return n // self.residual * self.residual

@@ -49,15 +49,14 @@ class LowRank(Codec):
     heads: int = 1
     spec: LayerSpec | None = None
 
-    is_head_specific = True
     is_smooth = True
 
     @property
     def supports_eviction(self) -> bool:
         return self.heads == 1  # heads that share coordinates cannot overwrite a slot one by one
 
-    def in_window(self, by_token: Codec) -> Codec:
-        return self  # there they overwrite it together
+    def in_pages(self, page: int) -> None:
+        return None  # the directions of a head do not serve the head whose page it would store
 
     def at(self, spec: LayerSpec) -> Codec:
         """Returns the codec of one layer."""
@@ -118,9 +117,6 @@ class LowRank(Codec):
         # Each head holds a part of the coordinates of all the slots that any head asks for.
         asked = tokens if tokens is None or self.heads == 1 else tokens * stored.coordinates.data.shape[1]
         return super().read_bytes(stored, asked)
-
-    def num_quantized(self, n: Array) -> Array:
-        return n
 
     def _project(self, x: Array, basis: Array, mean: Array | None) -> Array:
         """x [B K T H] -> the coordinates that each head stores [B K T w], in x's dtype."""

@@ -84,9 +84,6 @@ class PerTokenCodec(Codec):
         # The rotation is linear: one sum is rotated back instead of every value.
         return self._rotate(blockwise.mix(p, stored.H, size, decode))
 
-    def num_quantized(self, n: Array) -> Array:
-        return n
-
     def _quantize(self, x: Array) -> Any:
         """[B K T H] -> the quantizer's arrays [B K T w]."""
         x = refuse_gradient(x, f"codes of {type(self.quantizer).__name__}")

@@ -5,17 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from kvjax.cache.side_store.mixed_precision import LowTier, PrecisionTiers
-from kvjax.cache.storage import Codec
+from kvjax.cache.storage import ObservingCodec
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
 from kvjax.utils.abstract import abstract
 
 
-class PromptAdaptiveKeys(Codec):
+class PromptAdaptiveKeys(ObservingCodec):
     """The base: `fit_prompt` computes parameters from a prompt, and `encode_with` stores keys by them."""
-
-    is_head_specific = True
 
     @abstract
     def fit_prompt(self, x: Array, pos: Array, observation: Observation) -> Array:
@@ -27,16 +25,16 @@ class PromptAdaptiveKeys(Codec):
         """Stores keys x [B K S H] by parameters that were fitted before."""
         ...
 
-    def encode_prompt(self, x: Array, pos: Array, observation: Observation | None) -> Any:
+    def encode(self, x: Array, pos: Array, observation: Observation | None = None) -> Any:
         if observation is None:
-            return self.encode(x, pos)
+            raise KvjaxError(
+                f"{self} holds keys by a prompt's queries, and has seen none; give it to a component that brings them, "
+                "such as `k` or a tier"
+            )
         return self.encode_with(x, pos, self.fit_prompt(x, pos, observation))
 
-    def encode(self, x: Array, pos: Array) -> Any:
-        raise KvjaxError(
-            f"{self} holds keys by a prompt's queries, and has seen none; give it to a component that brings them, "
-            "such as `k` or a tier"
-        )
+    def in_pages(self, page: int) -> None:
+        return None  # what was fitted to a head does not hold for the head whose page it would store
 
 
 class PromptAdaptiveTiers(PrecisionTiers):

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import jax.numpy as jnp
 
 from kvjax.cache.codecs.plain import CodecWrapper
 from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.storage import Codec
-from kvjax.core.attention_mass import Observation
+from kvjax.cache.storage import Codec, ReadsKeys
 from kvjax.core.step_bytes import StepBytes
 from kvjax.core.types import Array
 
 
 @dataclasses.dataclass(frozen=True)
-class SharedValues(CodecWrapper):
+class SharedValues(CodecWrapper, ReadsKeys):
     """Stores no values: they are channels of the keys (`LayerSpec.values_from`), and are read off the stored keys.
 
     In the multi-head latent attention of DeepSeek-V2, 512 of the 576 numbers of a key are the value: a token then takes
@@ -35,11 +34,6 @@ class SharedValues(CodecWrapper):
     inner: Codec
     spec: LayerSpec
 
-    reads_keys: ClassVar[bool] = True
-
-    def encode_prompt(self, x: Array, pos: Array, observation: Observation | None) -> None:
-        return None
-
     def encode(self, x: Array, pos: Array) -> None:
         return None
 
@@ -51,9 +45,6 @@ class SharedValues(CodecWrapper):
 
     def gather(self, stored: Any, idx: Array) -> Array:
         return self.spec.values_of(self.inner.gather(stored, idx))
-
-    def load(self, stored: Any) -> Any:
-        return self.inner.load(stored)
 
     def mix(self, p: Array, stored: Any) -> Array:
         # All channels are mixed and some are dropped: a slice of the keys would be a copy of most of them.

@@ -15,7 +15,7 @@ from kvjax.cache.readers.query_blocks import QUERY_BLOCK, map_query_blocks
 from kvjax.cache.storage import Codec, KVStorage
 from kvjax.core.attention import weights
 from kvjax.core.attention_mass import Observation
-from kvjax.core.memory import bytes_beyond
+from kvjax.core.memory import bytes_beyond, load
 from kvjax.core.mesh import to_numpy
 from kvjax.core.top_k import mask_to_slots, top_k_mask
 from kvjax.core.types import Array, KVBlock, Partial, gather_tokens, pytree
@@ -66,7 +66,7 @@ class PrecisionTiers(SideStore):
 
     def read(self, storage: KVStorage, state: LayerState, q: Array, q_pos: Array) -> Partial:
         store = state.side_store
-        keys, values = self.k.load(store.k), self.v.load(store.v)
+        keys, values = load((store.k, store.v))
 
         def attend(q: Array, q_pos: Array) -> Partial:
             s = self.k.scores(q, keys)

@@ -184,8 +184,7 @@ class PagedHeads(SideStore):
                 "component `side_store` divides what a selection keeps among the heads and has none to "
                 "stand on; compose it with one, as in 'snapkv:budget=256 + adakv'"
             )
-        mixed = "its groups of tokens would mix those of several heads"
-        own = "it holds each head in a way of its own, and a page is not held where its head is"
+        not_in_pages = "it codes tokens together, or each head in its own way, and a page lies in the place of any"
         reasons = (
             ("select", m.select.scope == "layer", "with per='layer' all heads keep the same tokens"),
             (
@@ -195,10 +194,8 @@ class PagedHeads(SideStore):
             ),
             ("decode", m.decode is not None, "a policy takes tokens out of the slots, and the prompt's lie in pages"),
             ("read", not isinstance(m.read, Full), "it chooses among the slots, and the prompt's tokens lie in pages"),
-            ("k", m.k.in_pages(self.page) is None, mixed),
-            ("v", m.v.in_pages(self.page) is None, mixed),
-            ("k", m.k.is_head_specific, own),
-            ("v", m.v.is_head_specific, own),
+            ("k", m.k.in_pages(self.page) is None, not_in_pages),
+            ("v", m.v.in_pages(self.page) is None, not_in_pages),
         )
         for name, cannot, reason in reasons:
             if cannot:
