@@ -27,13 +27,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Bool, Float, Float32, Int32
 
+from kvjax.cache.eviction.granularity import Granularity, Token
 from kvjax.cache.protocol import LayerSpec, LayerState, Replay
 from kvjax.cache.storage import Codec, KVStorage
 from kvjax.core import memory
@@ -44,7 +45,7 @@ from kvjax.core.step_bytes import StepBytes
 from kvjax.core.types import Array, KVBlock, Partial
 from kvjax.errors import IncompatibleMethod, KvjaxError
 from kvjax.utils.abstract import abstract
-from kvjax.utils.parameter_types import NonNegativeInt, PositiveInt, check_fields
+from kvjax.utils.parameter_types import NonNegativeInt, check_fields
 
 
 class Slots(NamedTuple):
@@ -274,41 +275,6 @@ class Budget:
         ...
 
 
-@dataclasses.dataclass(frozen=True)
-class Token:
-    """Every token for itself."""
-
-    size: ClassVar[int] = 1
-    score: ClassVar[str] = "sum"
-    is_aligned: ClassVar[bool] = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Chunk:
-    """Runs of `size` tokens, counted from the first token after the sinks.
-
-    Args:
-      size: consecutive tokens of a unit.
-      score: a unit's score from its tokens' scores: "sum", "mean" or "max".
-    """
-
-    size: PositiveInt
-    score: Literal["sum", "mean", "max"] = "sum"
-    is_aligned: ClassVar[bool] = False  # whether units are counted from the very first token, and not after the sinks
-
-    __post_init__ = check_fields
-
-
-@dataclasses.dataclass(frozen=True)
-class Page(Chunk):
-    """Chunks that coincide with the pages of a paged cache, so the sinks must fill whole pages."""
-
-    is_aligned: ClassVar[bool] = True
-
-
-Granularity = Token | Chunk
-
-
 class Scores(NamedTuple):
     """The scores of a prompt's tokens; -inf exactly at empty slots."""
 
@@ -499,6 +465,7 @@ class Selection:
         return None if tokens is None else max(tokens, self.sinks + self.recent)
 
 
+# Cached, since a bound method asks for each length that it meets, and a table of a long text takes a while.
 @functools.lru_cache(maxsize=1024)
 def _num_kept_by_length(budget: Budget, longest: int, counts: tuple[tuple[str, int], ...]) -> np.ndarray:
     kept, protected = budget.num_kept_by_length(longest), sum(count for _, count in counts)

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.cache.components import Chunk, EvictableUnits, Page, Token
+from kvjax.cache.components import EvictableUnits
+from kvjax.cache.eviction.granularity import Chunk, Page, Token
 from kvjax.cache.eviction.scorers import AccumulatedAttention, WindowAttention
 from kvjax.core.random import draw
 from kvjax.methods.kmeans import KMeans

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.cache.components import Chunk, Page, PromptSelection, Selection, Token
+from kvjax.cache.components import PromptSelection, Selection
 from kvjax.cache.eviction.budgets import Uniform
+from kvjax.cache.eviction.granularity import Chunk, Page, Token
 from kvjax.cache.eviction.scorers import AccumulatedAttention, WindowAttention
 from kvjax.cache.eviction.selection import select_slots
 from kvjax.core.attention_mass import Observation

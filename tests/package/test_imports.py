@@ -92,7 +92,8 @@ def test_components_know_the_protocol_alone_and_the_bound_layer_is_known_to_the_
     every = modules()
     cache = {name: path for name, path in every.items() if name.startswith("kvjax.cache.")}
     assert imports_of(every["kvjax.cache.storage"], cache) == {"kvjax.cache.protocol"}
-    assert imports_of(every["kvjax.cache.components"], cache) == {"kvjax.cache.protocol", "kvjax.cache.storage"}
+    below = {"kvjax.cache.protocol", "kvjax.cache.storage", "kvjax.cache.eviction.granularity"}
+    assert imports_of(every["kvjax.cache.components"], cache) == below
     naming = {path.name for name, path in every.items() if "MethodLayer" in path.read_text()}
     assert naming <= {"bound_layer.py", "rings.py", "method.py", "compose.py"}
 

@@ -12,14 +12,50 @@ tokens of every head, and all of its tokens if there are no more than `budget`.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import dataclasses
+from typing import ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache.components import Chunk, Granularity, Page, Token
 from kvjax.core.types import Array
 from kvjax.errors import KvjaxError
+from kvjax.utils.parameter_types import PositiveInt, check_fields
+
+
+@dataclasses.dataclass(frozen=True)
+class Token:
+    """Every token for itself."""
+
+    size: ClassVar[int] = 1
+    score: ClassVar[str] = "sum"
+    is_aligned: ClassVar[bool] = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """Runs of `size` tokens, counted from the first token after the sinks.
+
+    Args:
+      size: consecutive tokens of a unit.
+      score: a unit's score from its tokens' scores: "sum", "mean" or "max".
+    """
+
+    size: PositiveInt
+    score: Literal["sum", "mean", "max"] = "sum"
+    is_aligned: ClassVar[bool] = False  # whether units are counted from the very first token, and not after the sinks
+
+    __post_init__ = check_fields
+
+
+@dataclasses.dataclass(frozen=True)
+class Page(Chunk):
+    """Chunks that coincide with the pages of a paged cache, so the sinks must fill whole pages."""
+
+    is_aligned: ClassVar[bool] = True
+
+
+Granularity = Token | Chunk
 
 
 def parse_granularity(text: str) -> Granularity:

@@ -6,8 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from kvjax.cache.components import Chunk, Page, PromptSelection, Scorer, Scores, Selection, Token
+from kvjax.cache.components import PromptSelection, Scorer, Scores, Selection
 from kvjax.cache.eviction.budgets import Uniform
+from kvjax.cache.eviction.granularity import Chunk, Page, Token
 from kvjax.cache.eviction.selection import select_slots
 from kvjax.core.types import KVBlock
 from kvjax.errors import KvjaxError
