@@ -61,7 +61,7 @@ from kvjax.cache.readers.retrieval import Index, Retrieve, attend_slots
 from kvjax.cache.readers.ring_buffer import RingBuffer
 from kvjax.cache.side_store.mixed_precision import PrecisionTiers, ScoredTiers
 from kvjax.cache.side_store.paged_heads import PagedHeads
-from kvjax.cache.storage import Codec, KVStorage
+from kvjax.cache.storage import Codec, HostLayout, KVStorage, ObservingCodec
 from kvjax.core import attention, memory
 from kvjax.core.attention import MASKED_LOGIT
 from kvjax.core.attention_mass import Observation, attention_mass, attention_rows
@@ -151,6 +151,8 @@ __all__ = [
     "Plain",  # codec: exact, in the model's dtype
     "Host",  # codec: puts another codec's buffers into host memory
     "CodecWrapper",  # base: a codec around another one
+    "ObservingCodec",  # base: a codec that observes a prompt's queries
+    "HostLayout",  # base: a codec with another layout on the host
     "PerTokenCodec",  # codec: quantizes each token vector by itself
     "Quantizer",  # base: the rounding of `PerTokenCodec`
     "MinMax",  # quantizer: equal steps between minimum and maximum
