@@ -108,6 +108,7 @@ def full_bytes(config: Any, lengths: Sequence[int], dtype: Any) -> int:
 
     A layer with a sliding window holds the tokens of its window alone.
     """
+    # 4 bytes each for a sequence's length, a token's position, and the count of slots in use of each layer.
     total = 4 * len(lengths)
     for i in range(config.layers):
         attention = config.kind(i).attention
@@ -128,6 +129,7 @@ def kept_positions(cache: Cache) -> list[list[list[np.ndarray]]]:
     kept = []
     for i, (layer, state) in enumerate(zip(cache.plan, cache.layers, strict=True)):
         pos = to_numpy(layer.positions(state))
+        # Heads that hold the same tokens have one row of positions in common.
         pos = np.broadcast_to(pos, (pos.shape[0], cache.config.kind(i).attention.kv_heads, pos.shape[2]))
         kept.append([[np.sort(head[head >= 0]) for head in heads] for heads in pos])
     return kept

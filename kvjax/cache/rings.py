@@ -83,6 +83,7 @@ class RingLayer(MethodLayer):
     def positions(self, state: LayerState) -> Array:
         """i32[B 1 S], the positions of the last `window` tokens; -1 in other slots."""
         assert state.n is not None
+        # The tokens beyond the window are in their slots still, for a rollback, but no later query sees them.
         is_held = self._indices(state.n, state.pos.shape[2]) >= state.n[:, None] - self.window
         return jnp.where(is_held[:, None], state.pos, -1)
 
@@ -99,6 +100,8 @@ class RingLayer(MethodLayer):
         self, state: LayerState, q: Array, new: KVBlock, commit: int, cross_layer: Any, outside: Partial | None
     ) -> StepResult:
         extend = super()._extend_in_steps
+        # More tokens than the headroom would take the slots of tokens that the first of them still see. A cache that is
+        # no ring overwrites none, and takes them in one pass.
         if commit <= HEADROOM_TOKENS or not self._is_ring(state.pos.shape[2]):
             return extend(state, q, new, commit, cross_layer, outside)
         return extend_in_chunks(extend, state, q, new, commit, cross_layer, outside, size=HEADROOM_TOKENS)
@@ -124,7 +127,7 @@ class RingLayer(MethodLayer):
         stored = state.k, state.v, state.pos
         if count == 1:
             stored, _ = write(stored, (new, slots))
-        else:
+        else:  # one by one: a codec writes a run of slots, and these may pass the end of the ring
             tokens = jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0)[:, :, :, None], new), slots.T[..., None]
             stored, _ = lax.scan(write, stored, tokens)
         k, v, pos = stored

@@ -196,6 +196,7 @@ class KVStorage:
 
     def keys_to_store(self, block: KVBlock) -> Float[Array, "B K S H"]:
         """The keys as the codec gets them: without rotation if it asks so, or if positions are indices in the cache."""
+        # The decoder hands over rotated keys, as scorers and most codecs want them; the few others turn them back.
         if self.indexed_by is None and not self.k.pre_rope:
             return block.k
         return self.spec.rope.unrotate(block.k, block.pos).astype(block.k.dtype)

@@ -118,6 +118,7 @@ class ChunkCodec(Codec):
 
     def append(self, stored: ChunkState, x: Array, at: Array) -> ChunkState:
         """Quantizes a chunk that is full, then stores x [B K 0|1 H] exactly, in slot at i32[B 1]."""
+        # A full chunk leaves first: the new token takes the place of its oldest one.
         is_due = self.is_due(stored, at)
         if self.num_chunks(stored.slots):
             coded = compute_if(is_due.any(), self.encode_chunk, self.recent_chunk(stored))
@@ -182,6 +183,7 @@ class ChunkCodec(Codec):
         """The tokens [B K n H] of slots i32[B K n], by their words, own numbers, and exact tokens of these slots."""
         shared = stored.shared
         if shared is not None:
+            # Chunks of decoded tokens count from 0, and slots of the prompt are before them: all share entry 0.
             shared = memory.gather_tokens(shared, jnp.maximum(1 + self.chunk_index(stored, slot), 0))
         codes = bit_packing.unpack(words, self.bits, 3)[..., : stored.recent.shape[3]]
         x = self.restore(codes, own, shared)

@@ -69,5 +69,6 @@ class ExactPrefix(CodecWrapper, ObservingCodec):
     def mix(self, p: Array, stored: PrefixState) -> Array:
         num_exact = stored.first.shape[2]
         is_exact = jnp.arange(p.shape[4], dtype=jnp.int32) < num_exact
+        # The inner codec has the first tokens as well, in its own numbers: there they get no weight.
         others = self.inner.mix(jnp.where(is_exact[None, None, None, None], 0.0, p), stored.inner)
         return others + attention.mix(p[..., :num_exact], stored.first)

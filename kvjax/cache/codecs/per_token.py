@@ -57,6 +57,7 @@ class PerTokenCodec(Codec):
                 f"Hadamard's matrix exists here for powers of two, and the head size is {H}; use rotate=false, which "
                 "quantizes the vectors as they are"
             )
+        # An empty slot is mixed with weight 0, and 0 times an infinity that padding may hold would be NaN.
         x = jnp.where((pos >= 0)[..., None], x, jnp.zeros((), x.dtype))
         coded = self._quantize(x)
         self._check_coded(coded, x.shape)

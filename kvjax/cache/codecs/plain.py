@@ -113,6 +113,7 @@ class Host(CodecWrapper, ObservingCodec):
     read_bytes = _delegate("read_bytes")
 
     def __post_init__(self):
+        # In the field itself, so that two ways to write a placement make equal codecs, which share their programs.
         object.__setattr__(self, "inner", _on_host(self.inner))
 
     @property
@@ -121,6 +122,7 @@ class Host(CodecWrapper, ObservingCodec):
 
     def encode(self, x: Array, pos: Array, observation: Observation | None = None) -> Any:
         stored = encode_prompt(self.inner, x, pos, observation)
+        # Without a buffer nothing would move, and a cache that should lie on the host would fill the device.
         leaves = jax.tree.leaves(stored, is_leaf=lambda x: isinstance(x, memory.Buffer))
         if not any(isinstance(x, memory.Buffer) for x in leaves):
             raise KvjaxError(

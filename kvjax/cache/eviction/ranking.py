@@ -63,6 +63,7 @@ class ModelRanking(LayerBudgets):
         # Representatives take places of all heads alike, so that every head must have as many of its own.
         if selection.representatives is not None:
             safe = jnp.maximum(safe, fraction_of(selection.representatives.share, quota))
+        # An infinite score has a head's safe units taken first, and counted in the same budget.
         ranked = jnp.where(top_k_mask(scores, allowed, safe), jnp.inf, scores)
         best = top_k_mask(ranked.reshape(B, -1), allowed.reshape(B, -1), quota.sum(-1)).reshape(B, L, K, U)
         num_units = jnp.moveaxis(best.sum(-1, dtype=jnp.int32), 1, 0)

@@ -30,6 +30,7 @@ def head_scores(heads: Array, kv: Array, block: KVBlock) -> Scores:
             f"scores are f32[B K S] = ({B}, {K}, {S}) of key/value heads, and f32[B K G S] of query heads; got "
             f"{kv.shape} and {heads.shape}"
         )
+    # Padding must never win, whatever a scorer makes of it: NaN would, so that it is replaced and not multiplied.
     return Scores(jnp.where(real[:, :, None], heads, -jnp.inf), jnp.where(real, kv, -jnp.inf))
 
 
@@ -63,6 +64,7 @@ def pool_scores(x: Array, inside: Array, kernel: int, pool: str) -> Array:
       kernel: neighbors, odd.
       pool: "avg", which divides by `kernel` at the edges too, or "max", which ignores what lies beyond them.
     """
+    # Entries outside are the neutral number of each pool, and take no part; torch pads by the same numbers.
     init, op = (0.0, lax.add) if pool == "avg" else (-np.inf, lax.max)
     shape = (1,) * (x.ndim - 1) + (kernel,)
     pooled = lax.reduce_window(jnp.where(inside, x, init), np.float32(init), op, shape, (1,) * x.ndim, "SAME")

@@ -28,7 +28,7 @@ def logits(storage: KVStorage, state: LayerState, q: Array, q_pos: Array, keys: 
         query_index = index_of(state.pos, q_pos[:, None])[:, 0]
         rotated_q = rope.rotate_queries(rope.unrotate_queries(q, q_pos), query_index)
         s = scores(rotated_q, rotated_k)
-    elif storage.k.pre_rope:
+    elif storage.k.pre_rope:  # the codec's own `scores` would multiply keys that are not rotated yet
         s = scores(q, storage.decode_keys(keys, state.pos))
     else:
         s = storage.k.scores(q, keys)
@@ -61,4 +61,5 @@ def map_query_blocks(attend: Callable[..., Any], q: Array, q_pos: Array, n: int,
         x = jnp.moveaxis(x, 0, 3)
         return x.reshape(*x.shape[:3], -1, *x.shape[5:])[:, :, :, :T]
 
+    # `map`, not `vmap`, which would hold the logits of all blocks at once.
     return jax.tree.map(join_blocks, lax.map(lambda block: attend(*block), blocks))

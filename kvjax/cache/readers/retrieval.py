@@ -88,6 +88,7 @@ class Index:
         first = at // self.size
         touched = first[:, :, None] + jnp.arange(num_units, dtype=jnp.int32)[None, None]
         touched = jnp.broadcast_to(touched, (B, K, num_units))
+        # All units that T tokens can touch are written, as shapes are static; joining no token changes no summary.
         before = memory.map_buffers(lambda buffer: memory.gather_tokens(buffer, touched), reader_state)
         after = self.join(before, self.summarize(*self.split_units(new, at % self.size, num_units)))
         return memory.map_buffers(lambda buffer, summary: memory.append(buffer, summary, first), reader_state, after)
@@ -242,6 +243,7 @@ def attend_slots(storage: KVStorage, state: LayerState, q: Array, q_pos: Array, 
     """
     B, K, G, T, H = q.shape
     sets, n = slots.shape[2], slots.shape[4]  # sets of slots per key/value head, each for G / sets query heads
+    # One gather for all queries of a head, so that the host is asked once; an unused place reads any slot, unseen.
     idx = jnp.maximum(slots, 0).reshape(B, K, -1)
     fetched_pos = jnp.take_along_axis(jnp.broadcast_to(state.pos, (B, K, state.pos.shape[2])), idx, 2, mode="clip")
     pos = jnp.where(slots >= 0, fetched_pos.reshape(slots.shape), -1)

@@ -30,6 +30,7 @@ class RingBuffer:
         """i32[B 1 P]: the slot in each place after n i32[B] tokens, the ring's from `first` i32[B] on; -1 if empty."""
         place = jnp.arange(self.places, dtype=jnp.int32)[None]
         newest = (n - 1)[:, None]
+        # The newest of the slots that share a place: counted, since a stored pointer would have to be rolled back too.
         latest = newest - (newest - place) % self.size
         latest = jnp.where(latest >= first[:, None], latest, -1)
         return jnp.where(place >= self.sinks, latest, jnp.where(place <= newest, place, -1))[:, None]
@@ -41,6 +42,7 @@ class RingBuffer:
 
     def put(self, buffer: memory.Buffer, x: Array, place: Array) -> memory.Buffer:
         """Writes x [B K T H] into the places i32[B 1 T] of a buffer [B K P H]; places from P on are dropped."""
+        # Not `memory.put`, which writes a run of slots: the places of one call may pass the end of the ring.
         B, K = x.shape[:2]
         index = (jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None], place)
         return dataclasses.replace(buffer, data=buffer.data.at[index].set(memory.pack(x).data, mode="drop"))
