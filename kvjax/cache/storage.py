@@ -153,7 +153,7 @@ def observed_queries(codec: Codec) -> int | None:
 
 
 class HostLayout:
-    """Marks a codec that stores its arrays in another layout on the host, where single tokens are gathered."""
+    """The ability of a codec that stores its arrays in another layout on the host, where single tokens are gathered."""
 
     @abstract
     def on_host(self) -> Codec:

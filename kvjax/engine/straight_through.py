@@ -22,7 +22,7 @@ from kvjax.cache.method import Method
 from kvjax.cache.protocol import BoundLayer, KVMethod, LayerSpec, Traits
 from kvjax.cache.readers.full import Full
 from kvjax.cache.shared_prefix import SharedPrefixMethod
-from kvjax.cache.storage import Codec, encode_prompt, observed_queries
+from kvjax.cache.storage import Codec, encode_prompt
 from kvjax.core import attention, memory
 from kvjax.core.attention_mass import Observation
 from kvjax.core.gradients import with_gradient_of
@@ -50,10 +50,6 @@ class StraightThrough(CodecWrapper, PromptAdaptiveKeys):
     inner: Codec
 
     is_smooth: ClassVar[bool] = True
-
-    @property
-    def num_queries(self) -> int | None:
-        return observed_queries(self.inner)
 
     def encode(self, x: Array, pos: Array, observation: Observation | None = None) -> StraightThroughState:
         return StraightThroughState(encode_prompt(self.inner, *_constant(x, pos, observation)), x)

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from kvjax.cache.codecs.plain import CodecWrapper, in_window
-from kvjax.cache.storage import Codec, ObservingCodec, encode_prompt, observed_queries
+from kvjax.cache.storage import Codec, ObservingCodec, encode_prompt
 from kvjax.core import attention, memory
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, pytree
@@ -35,10 +35,6 @@ class ExactPrefix(CodecWrapper, ObservingCodec):
     count: NonNegativeInt = 1
 
     __post_init__ = check_fields
-
-    @property
-    def num_queries(self) -> int | None:
-        return observed_queries(self.inner)
 
     def in_window(self, by_token: Codec) -> Codec:
         return in_window(self.inner, by_token)  # the first tokens leave the window

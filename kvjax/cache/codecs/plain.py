@@ -56,6 +56,11 @@ class CodecWrapper(Codec, HostLayout):
     def supports_eviction(self) -> bool:
         return self.inner.supports_eviction and not self.sequential_writes
 
+    @property
+    def num_queries(self) -> int | None:
+        """The queries that an `ObservingCodec` among the wrappers hands on."""
+        return observed_queries(self.inner)
+
     def num_committed(self, stored: Any, n: Array) -> Array:
         if self.sequential_writes and not self.inner.sequential_writes:
             return n  # the inner codec could take tokens back, and the wrapper may have changed its copy of them
@@ -115,10 +120,6 @@ class Host(CodecWrapper, ObservingCodec):
     def __post_init__(self):
         # In the field itself, so that two ways to write a placement make equal codecs, which share their programs.
         object.__setattr__(self, "inner", _on_host(self.inner))
-
-    @property
-    def num_queries(self) -> int | None:
-        return observed_queries(self.inner)
 
     def encode(self, x: Array, pos: Array, observation: Observation | None = None) -> Any:
         stored = encode_prompt(self.inner, x, pos, observation)
