@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import method_api as kv
+from kvjax.cache.storage import observed_queries
 
 
 @kv.pytree
@@ -126,8 +127,16 @@ class SharedDirections(kv.PrecisionTiers):
                 not isinstance(m.read, kv.Full),
                 "it chooses among the slots, and most tokens are held as directions",
             ),
-            ("k", m.k.num_queries != 0, "it goes by one layer's queries, and the directions are those of two layers"),
-            ("v", m.v.num_queries != 0, "it goes by one layer's queries, and the directions are those of two layers"),
+            (
+                "k",
+                observed_queries(m.k) != 0,
+                "it goes by one layer's queries, and the directions are those of two layers",
+            ),
+            (
+                "v",
+                observed_queries(m.v) != 0,
+                "it goes by one layer's queries, and the directions are those of two layers",
+            ),
         )
         for name, is_wrong, reason in reasons:
             if is_wrong:
