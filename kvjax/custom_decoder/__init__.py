@@ -13,7 +13,10 @@
 """
 
 from kvjax.core.rope import Rope, RopeScaling
-from kvjax.custom_decoder.layer_cache import LayerCache, attach, attend, finish, specs_of
+from kvjax.custom_decoder.after_prompt import finish
+from kvjax.custom_decoder.layer_attention import attend
+from kvjax.custom_decoder.layer_cache import LayerCache, attach
+from kvjax.custom_decoder.layer_specs import specs_of
 from kvjax.custom_decoder.rope_check import check_rope
 
 __all__ = ["LayerCache", "Rope", "RopeScaling", "attach", "attend", "check_rope", "finish", "specs_of"]

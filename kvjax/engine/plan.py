@@ -14,19 +14,24 @@ from kvjax.engine.forward import BoundLayers
 from kvjax.engine.straight_through import make_differentiable
 from kvjax.errors import IncompatibleMethod
 from kvjax.models.config import Config
+from kvjax.models.kinds import AttentionKind
 from kvjax.registry.strings import method_of
 
 
 def specs(config: Config) -> tuple[LayerSpec, ...]:
     """Describes each layer of a model to methods."""
-    every = [config.kind(i).attention for i in range(config.layers)]
+    return describe_layers([config.kind(i).attention for i in range(config.layers)])
+
+
+def describe_layers(every: Sequence[AttentionKind]) -> tuple[LayerSpec, ...]:
+    """Describes layers to methods, by their attention."""
     reading_layers = tuple(i for i, attention in enumerate(every) if attention.reads_layer is not None)
     without_window = (i for i, attention in enumerate(every) if attention.rule.window is None)
     method_layers = tuple(i for i in without_window if i not in reading_layers)
     return tuple(
         LayerSpec(
             index=i,
-            num_layers=config.layers,
+            num_layers=len(every),
             num_kv_heads=attention.kv_heads,
             num_groups=attention.groups,
             head_dim=attention.head_dim,
