@@ -29,7 +29,8 @@ from kvjax.core.attention import Rule
 from kvjax.core.rope import SCALING_KINDS, Rope, RopeScaling, longrope_scaling, yarn_scaling
 from kvjax.errors import KvjaxError
 from kvjax.models import Config
-from kvjax.models.kinds import MAX_SIZE, Activation, AttentionKind, LayerKind, MlpKind
+from kvjax.models.kinds import Activation, AttentionKind, LayerKind, MlpKind
+from kvjax.utils.parameter_types import MAX_SIZE
 
 Raw = Mapping[str, Any]
 

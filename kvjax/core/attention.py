@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float, Float32, Int32
 from kvjax.core.matmul import has_matrix_unit
 from kvjax.core.mesh import vary
 from kvjax.core.types import Array, KVBlock, Partial
+from kvjax.utils.parameter_types import PositiveFloat, Size, check_fields
 
 MASKED_LOGIT = -1e30
 """Logit of a slot that a query does not see. It is finite, so that a query without any visible slot gives no NaN."""
@@ -29,8 +30,10 @@ class Rule:
       soft_cap: c in c * tanh(s / c), which bounds every logit s (Gemma 2); None for none.
     """
 
-    window: int | None = None
-    soft_cap: float | None = None
+    window: Size | None = None
+    soft_cap: PositiveFloat | None = None
+
+    __post_init__ = check_fields
 
     def cap(self, s: Float32[Array, "*rest"]) -> Float32[Array, "*rest"]:
         """Bounds scaled dot products; a bias, such as the logarithm of merged tokens, is added afterwards."""

@@ -35,10 +35,10 @@ from kvjax.generation.inputs import (
     token_ids,
 )
 from kvjax.generation.timing import Timer
-from kvjax.models.config import MAX_SIZE
 from kvjax.models.model import Model
 from kvjax.utils import arguments
 from kvjax.utils.keywords import checks_keywords
+from kvjax.utils.parameter_types import MAX_SIZE
 
 Decoded = bool | Sequence[Sequence[bool]]
 """Whether tokens stand for decoded ones: all of them, or each by itself. A method that drafts must predict a decoded

@@ -18,17 +18,10 @@ from kvjax.core.attention import Rule
 from kvjax.core.rope import Rope, RopeScaling
 from kvjax.core.types import hash_once
 from kvjax.errors import KvjaxError
-from kvjax.models.kinds import (
-    MAX_SIZE,
-    AttentionKind,
-    LayerKind,
-    MlpKind,
-    check_factors,
-    check_sizes,
-    check_switches,
-)
+from kvjax.models.kinds import AttentionKind, LayerKind, MlpKind
 from kvjax.utils import arguments
 from kvjax.utils.files import parse_json_object
+from kvjax.utils.parameter_types import NonNegativeInt, PositiveFloat, Size, check_fields, check_value
 
 MOST_LAYERS = 2**16  # a pattern has an entry for each, and a damaged number of them would fill the memory
 
@@ -53,29 +46,27 @@ class Config:
       final_cap: c in c * tanh(logit / c), which bounds the logits (Gemma 2); None for none.
     """
 
-    vocab_size: int
-    width: int
+    vocab_size: Size
+    width: Size
     kinds: tuple[LayerKind, ...]
-    pattern: tuple[int, ...]
-    max_positions: int = 4096
-    norm_eps: float = 1e-5
+    pattern: tuple[NonNegativeInt, ...]
+    max_positions: Size = 4096
+    norm_eps: PositiveFloat = 1e-5
     tie_embeddings: bool = False
-    eos_ids: tuple[int, ...] = ()
-    bos_id: int | None = None
-    embed_scale: float = 1.0
-    logit_scale: float = 1.0
-    final_cap: float | None = None
+    eos_ids: tuple[NonNegativeInt, ...] = ()
+    bos_id: NonNegativeInt | None = None
+    embed_scale: PositiveFloat = 1.0
+    logit_scale: PositiveFloat = 1.0
+    final_cap: PositiveFloat | None = None
 
     def __post_init__(self):
-        name = "config field"
-        check_sizes(name, self, "vocab_size", "width", "max_positions")
-        if not isinstance(self.kinds, tuple) or not all(isinstance(kind, LayerKind) for kind in self.kinds):
+        if not isinstance(self.kinds, tuple):
             raise KvjaxError(
-                f"config field kinds must be a tuple of LayerKind, got {self.kinds!r:.80}; Config.llama(vocab_size, "
-                "width, layers, heads, ..) makes a model whose layers are all alike"
+                f"kinds must be a tuple of LayerKind, got {self.kinds!r:.80}; Config.llama(vocab_size, width, layers, "
+                "heads, ..) makes a model whose layers are all alike"
             )
-        is_list = isinstance(self.pattern, tuple) and bool(self.pattern)
-        if not is_list or not all(type(i) is int and 0 <= i < len(self.kinds) for i in self.pattern):
+        check_fields(self)
+        if not self.pattern or max(self.pattern) >= len(self.kinds):
             raise KvjaxError(
                 f"config field pattern must name one of the {len(self.kinds)} kinds for each layer, by its index from "
                 f"0 on, got {self.pattern!r:.80}"
@@ -91,8 +82,6 @@ class Config:
             self._check_source(i)
         for token in (*self.eos_ids, *(() if self.bos_id is None else (self.bos_id,))):
             arguments.integer("config field eos_ids or bos_id", token, 0, self.vocab_size - 1)
-        check_switches(name, self, "tie_embeddings")
-        check_factors(name, self, "norm_eps", "embed_scale", "logit_scale", "final_cap")
 
     def _check_source(self, layer: int) -> None:
         """Raises KvjaxError unless the layer that this one reads, if any, has keys and values that it can read."""
@@ -272,25 +261,15 @@ class Config:
         Raises:
           KvjaxError: for a value that cannot be, by name.
         """
-        arguments.integer("config field layers", layers, 1, MOST_LAYERS)
-        sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "mlp_width": mlp_width}
-        for name, size in sizes.items():
-            arguments.integer(f"config field {name}", size, 1, MAX_SIZE)
-        for window in windows or ():
-            if window is not None:
-                arguments.integer("config field windows", window, 1, MAX_SIZE)
-        switches = {"qkv_bias": qkv_bias, "out_bias": out_bias, "mlp_bias": mlp_bias, "qk_norm": qk_norm}
-        for name, switch in switches.items():
-            if not isinstance(switch, bool):
-                raise KvjaxError(f"config field {name} must be true or false, got {switch!r:.80}")
-        for name, x in {"rope_theta": rope_theta, "rope_fraction": rope_fraction}.items():
-            if not (isinstance(x, float | int) and 0 < x < float("inf")):
-                raise KvjaxError(f"config field {name} must be a positive number, got {x!r:.80}")
+        arguments.integer("layers", layers, 1, MOST_LAYERS)
+        arguments.integer("head_dim", head_dim)
+        arguments.number("rope_fraction", rope_fraction, 0, 1)
+        check_value("Config.llama", "qk_norm", bool, qk_norm)
         rotary_dim = int(head_dim * rope_fraction)
-        if rope_fraction > 1 or rotary_dim % 2 or not rotary_dim:
+        if rotary_dim % 2 or not rotary_dim:
             raise KvjaxError(
-                f"config field rope_fraction is {rope_fraction}: at most all channels of a head are rotated, and "
-                f"the rotary dim must be even and positive, got {rotary_dim} of head_dim {head_dim}"
+                f"rope_fraction is {rope_fraction}, which rotates {rotary_dim} of {head_dim} channels; their number "
+                "must be even and positive"
             )
         if windows is not None and len(windows) != layers:
             raise KvjaxError(f"windows has {len(windows)} entries for {layers} layers; give one per layer")

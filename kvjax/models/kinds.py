@@ -8,56 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Literal, cast, get_args
+from typing import Literal, cast
 
 from kvjax.core.attention import PLAIN, Rule
 from kvjax.core.rope import Rope
 from kvjax.core.types import hash_once
 from kvjax.errors import KvjaxError
-from kvjax.utils import arguments
-
-MAX_SIZE = 2**31 - 1  # sizes and positions are 32-bit integers on a device
+from kvjax.utils.parameter_types import NonNegativeInt, PositiveFloat, Size, check_fields
 
 QKNorm = Literal["", "head", "all"]
 Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
 NormPlace = Literal["before", "after", "both"]
-
-
-def check_sizes(name: str, value: Any, *fields: str, least: int = 1) -> None:
-    """Raises KvjaxError unless these fields of a part of a configuration are integers of at least `least`."""
-    for field in fields:
-        arguments.integer(f"{name} {field}", getattr(value, field), least, MAX_SIZE)
-
-
-def check_switches(name: str, value: Any, *fields: str) -> None:
-    """Raises KvjaxError unless these fields of a part of a configuration are true or false."""
-    for field in fields:
-        if not isinstance(getattr(value, field), bool):
-            raise KvjaxError(f"{name} {field} must be true or false, got {getattr(value, field)!r:.80}")
-
-
-def check_factors(name: str, value: Any, *fields: str) -> None:
-    """Raises KvjaxError unless these fields are positive numbers, or None where None is their default."""
-    defaults = {field.name: field.default for field in dataclasses.fields(value)}
-    for field in fields:
-        x = getattr(value, field)
-        is_number = isinstance(x, float | int) and not isinstance(x, bool) and 0 < x < math.inf
-        if not is_number and not (x is None and defaults[field] is None):
-            raise KvjaxError(f"{name} {field} must be a positive number, got {x!r:.80}")
-
-
-def _check_choice(name: str, value: Any, choices: Any) -> None:
-    if value not in get_args(choices):
-        raise KvjaxError(f"{name} must be one of {get_args(choices)}, got {value!r:.80}")
-
-
-def _check_parts(name: str, value: Any, **classes: Any) -> None:
-    """Raises KvjaxError unless these fields are values of these classes, or None where None is their default."""
-    defaults = {field.name: field.default for field in dataclasses.fields(value)}
-    for field, cls in classes.items():
-        x = getattr(value, field)
-        if not isinstance(x, cls) and not (x is None and defaults[field] is None):
-            raise KvjaxError(f"{name} {field} must be a {cls.__name__}, got {x!r:.80}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,15 +35,12 @@ class Latent:
       query_rank: width of the latent vector of queries; None where they are projected at once (DeepSeek-V2-Lite).
     """
 
-    rank: int
-    unrotated: int
-    value: int
-    query_rank: int | None = None
+    rank: Size
+    unrotated: Size
+    value: Size
+    query_rank: Size | None = None
 
-    def __post_init__(self):
-        check_sizes("latent attention's", self, "rank", "unrotated", "value")
-        if self.query_rank is not None:
-            check_sizes("latent attention's", self, "query_rank")
+    __post_init__ = check_fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,34 +63,24 @@ class AttentionKind:
         its own: shared key/value caches, as in YOCO, cross-layer attention and Gemma 3n. None for a layer that has.
     """
 
-    heads: int
-    kv_heads: int
-    head_dim: int
+    heads: Size
+    kv_heads: Size
+    head_dim: Size
     rope: Rope | None
     rule: Rule = PLAIN
-    value_dim: int = cast(int, None)
-    scale: float | None = None
+    value_dim: Size = cast(int, None)
+    scale: PositiveFloat | None = None
     qk_norm: QKNorm = ""
     qkv_bias: bool = False
     out_bias: bool = False
     sinks: bool = False
     latent: Latent | None = None
-    reads_layer: int | None = None
+    reads_layer: NonNegativeInt | None = None
 
     def __post_init__(self):
-        name = "attention's"
         if self.value_dim is None:
             object.__setattr__(self, "value_dim", self.head_dim)
-        check_sizes(name, self, "heads", "kv_heads", "head_dim", "value_dim")
-        check_switches(name, self, "qkv_bias", "out_bias", "sinks")
-        check_factors(name, self, "scale")
-        _check_choice("attention's qk_norm", self.qk_norm, QKNorm)
-        _check_parts(name, self, rule=Rule, latent=Latent)
-        check_factors("the rule's", self.rule, "soft_cap")
-        if self.rule.window is not None:
-            check_sizes("the rule's", self.rule, "window")
-        if self.reads_layer is not None:
-            check_sizes(name, self, "reads_layer", least=0)
+        check_fields(self)
         if self.reads_layer is not None and self.latent is not None:
             raise KvjaxError(
                 "a layer with latent attention has a latent vector of its own, and reads_layer names another layer's; "
@@ -141,8 +89,6 @@ class AttentionKind:
         if self.heads % self.kv_heads:
             raise KvjaxError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
         rope, latent = self.rope, self.latent
-        if rope is not None and not isinstance(rope, Rope):
-            raise KvjaxError(f"attention's rope must be a Rope or None, got {rope!r:.80}")
         if rope is not None and (rope.dim > self.head_dim or rope.dim < 2 or rope.dim % 2):
             raise KvjaxError(
                 f"the rotary embedding turns {rope.dim} channels: their number must be even, at least 2, and at most "
@@ -198,21 +144,18 @@ class Experts:
       top_groups: groups that a token's experts are chosen from, those with the best single experts.
     """
 
-    count: int
-    top_k: int
+    count: Size
+    top_k: Size
     normalize: bool = True
-    factor: float = 1.0
-    shared_width: int = 0
+    factor: PositiveFloat = 1.0
+    shared_width: NonNegativeInt = 0
     shared_bias: bool = False
     router_bias: bool = False
-    groups: int = 1
-    top_groups: int = 1
+    groups: Size = 1
+    top_groups: Size = 1
 
     def __post_init__(self):
-        check_sizes("the experts'", self, "count", "top_k", "groups", "top_groups")
-        check_sizes("the experts'", self, "shared_width", least=0)
-        check_switches("the experts'", self, "normalize", "router_bias", "shared_bias")
-        check_factors("the experts'", self, "factor")
+        check_fields(self)
         if self.count % self.groups or self.top_groups > self.groups:
             raise KvjaxError(
                 f"{self.count} experts cannot be chosen from {self.top_groups} of {self.groups} equal groups; groups "
@@ -235,19 +178,14 @@ class MlpKind:
       limit, slope: of "clamped_swiglu", the bound of its two projections and the slope of its sigmoid.
     """
 
-    width: int
+    width: Size
     activation: Activation = "silu"
     bias: bool = False
     experts: Experts | None = None
-    limit: float = 7.0
-    slope: float = 1.702
+    limit: PositiveFloat = 7.0
+    slope: PositiveFloat = 1.702
 
-    def __post_init__(self):
-        check_sizes("the MLP's", self, "width")
-        check_factors("the MLP's", self, "limit", "slope")
-        check_switches("the MLP's", self, "bias")
-        _check_choice("the MLP's activation", self.activation, Activation)
-        _check_parts("the MLP's", self, experts=Experts)
+    __post_init__ = check_fields
 
 
 @hash_once
@@ -267,10 +205,6 @@ class LayerKind:
     mlp: MlpKind
     norms: NormPlace = "before"
     unit_offset: bool = False
-    residual: float = 1.0
+    residual: PositiveFloat = 1.0
 
-    def __post_init__(self):
-        _check_parts("a layer's", self, attention=AttentionKind, mlp=MlpKind)
-        _check_choice("a layer's norms", self.norms, NormPlace)
-        check_switches("a layer's", self, "unit_offset")
-        check_factors("a layer's", self, "residual")
+    __post_init__ = check_fields

@@ -14,7 +14,7 @@ from typing import Any
 from checkpoints_convert.hf_config import is_integer
 from kvjax.errors import KvjaxError
 from kvjax.models.config import MOST_LAYERS
-from kvjax.models.kinds import MAX_SIZE
+from kvjax.utils.parameter_types import MAX_SIZE
 
 Raw = Mapping[str, Any]
 

@@ -1,7 +1,8 @@
 """Types of parameters with a range or a choice: `Annotated[float, Within("(0, 1]")]`, `Literal["kv", "layer"]`.
 
-A type checker reads a range as its number. `check_fields` checks the fields of a component when it is made, and the
-registry the parameters of a method when it is called. Whatever has `in` and a text may stand where `Within` does.
+A type checker reads a range as its number. `check_fields` checks the fields of a dataclass when it is made (components,
+kinds of layers, configurations, options), and the registry the parameters of a method when it is called. Whatever has
+`in` and a text may stand where `Within` does.
 """
 
 from __future__ import annotations
@@ -69,6 +70,10 @@ PositiveFloat = Annotated[float, Within("(0, inf)")]
 """A number above 0."""
 NonNegativeFloat = Annotated[float, Within("[0, inf)")]
 """A number of 0 or more."""
+MAX_SIZE = 2**31 - 1
+"""The largest size: sizes and positions are 32-bit integers on a device."""
+Size = Annotated[int, Within(f"[1, {MAX_SIZE}]")]
+"""A whole number from 1 to `MAX_SIZE`."""
 UnitFloat = Annotated[float, Within("[0, 1]")]
 """A number from 0 to 1."""
 
@@ -101,13 +106,19 @@ class WrongValue(KvjaxError):
 def check_value(owner: str, name: str, annotation: Any, value: Any, default: Any = None) -> None:
     """Raises KvjaxError for a value outside the type, range or choice of an annotation; None passes `.. | None`.
 
-    Types other than those of `KINDS` take any value.
+    Types other than those of `KINDS`, dataclasses and tuples of these take any value.
     """
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if type(None) in args:
         return None if value is None else check_value(owner, name, args[0], value, default)
-    want = base_type(annotation)
+    if origin is tuple and isinstance(value, tuple):
+        for entry in value:
+            check_value(owner, f"an entry of {name}", args[0], entry)
+        return None
+    want = tuple if origin is tuple else base_type(annotation)
     kinds, must = KINDS.get(want, (object, ""))
+    if want is tuple or dataclasses.is_dataclass(want):
+        kinds, must = want, f"be a {want.__name__}"
     # A bool is an Integral to Python, and NaN is a Real.
     fits = isinstance(value, kinds) and not (want in (int, float) and isinstance(value, bool))
     if origin is Literal:
@@ -121,25 +132,30 @@ def check_value(owner: str, name: str, annotation: Any, value: Any, default: Any
         raise WrongValue(owner, name, must, value, default, close)
 
 
-def check_fields(component: Any) -> None:
-    """Raises KvjaxError for a field of a dataclass outside its range or choice.
+def check_fields(value: Any) -> None:
+    """Raises KvjaxError for a field of a dataclass outside its type, range or choice.
 
-    A component says `__post_init__ = check_fields`, or calls it first in a `__post_init__` of its own.
+    A dataclass says `__post_init__ = check_fields`, or calls it first in a `__post_init__` of its own. Numbers and
+    texts without a range or a choice are not checked.
     """
-    for name, annotation, default in _limited_fields(type(component)):
-        check_value(type(component).__name__, name, annotation, getattr(component, name), default)
+    for name, annotation, default in _checked_fields(type(value)):
+        check_value(type(value).__name__, name, annotation, getattr(value, name), default)
 
 
 @functools.cache
-def _limited_fields(cls: type) -> tuple[tuple[str, Any, Any], ...]:
-    """The fields of a dataclass that have a range or a choice: name, annotation and default."""
+def _checked_fields(cls: type) -> tuple[tuple[str, Any, Any], ...]:
+    """The fields of a dataclass that `check_fields` checks: name, annotation and default."""
     try:
         hints = typing.get_type_hints(cls, include_extras=True)
     except NameError:  # a class inside a function may name types that only the function knows
         return ()
-    limits = (Annotated, Literal)
     return tuple(
         (field.name, hints[field.name], None if field.default is dataclasses.MISSING else field.default)
         for field in dataclasses.fields(cls)
-        if any(typing.get_origin(x) in limits for x in (hints[field.name], *typing.get_args(hints[field.name])))
+        if any(map(_is_checked, (hints[field.name], *typing.get_args(hints[field.name]))))
     )
+
+
+def _is_checked(annotation: Any) -> bool:
+    is_limited = typing.get_origin(annotation) in (Annotated, Literal)
+    return is_limited or annotation is bool or dataclasses.is_dataclass(annotation)

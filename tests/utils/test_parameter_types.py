@@ -18,6 +18,11 @@ from kvjax.utils.parameter_types import Odd, OneOf, PositiveInt, UnitFloat, With
 
 
 @dataclasses.dataclass(frozen=True)
+class Inner:
+    pass
+
+
+@dataclasses.dataclass(frozen=True)
 class Part:
     count: PositiveInt = 4
     share: Annotated[float, Within("(0, 1]")] = 0.5
@@ -25,6 +30,9 @@ class Part:
     kernel: Annotated[int, Odd()] = 3
     bits: Annotated[int, OneOf((2, 4))] = 4
     rule: Literal["near", "far"] = "near"
+    is_exact: bool = False
+    inner: Inner | None = None
+    sizes: tuple[PositiveInt, ...] = ()
 
     __post_init__ = check_fields
 
@@ -32,6 +40,7 @@ class Part:
 def test_what_lies_in_its_range_passes():
     Part(1, 1, 0, 1, 2, "far")
     Part(np.int32(7), np.float32(0.25), None)
+    Part(is_exact=True, inner=Inner(), sizes=(1, 2))
 
 
 @pytest.mark.parametrize(
@@ -47,6 +56,10 @@ def test_what_lies_in_its_range_passes():
         ({"kernel": 4}, "kernel must be odd and at least 1, got 4; use 3"),
         ({"bits": 3}, "bits must be one of 2, 4, got 3; use 4"),
         ({"rule": "fahr"}, "rule must be one of 'near', 'far', got 'fahr'; did you mean 'far'?"),
+        ({"is_exact": 1}, "is_exact must be true or false, got 1"),
+        ({"inner": 1}, "inner must be a Inner, got 1"),
+        ({"sizes": [1]}, r"sizes must be a tuple, got \[1\]"),
+        ({"sizes": (1, 0)}, "an entry of sizes must be at least 1, got 0"),
         ({"rule": None}, "rule must be one of 'near', 'far', got None; use 'near'"),
     ],
 )
@@ -62,4 +75,4 @@ def test_every_component_that_checks_its_fields_has_some_to_check():
     ]
     classes = {x for name in modules for x in vars(importlib.import_module(name)).values() if inspect.isclass(x)}
     checking = [x for x in classes if vars(x).get("__post_init__") is check_fields]
-    assert len(checking) > 40 and all(parameter_types._limited_fields(x) for x in checking)
+    assert len(checking) > 40 and all(parameter_types._checked_fields(x) for x in checking)
