@@ -45,5 +45,5 @@ class AnswerState:
     def _step(self, cache: Cache, tokens: list[int], num_committed: int) -> tuple[Array, Cache]:
         ids = place(self.model, np.array([tokens], np.int32), "B T")
         out = step(self.model.auto_params, ids, cache, num_committed, Target(cache.config, self.model.auto_mesh))
-        check_logits(self.model, out[0][:, 0], [tokens[:1]], cache=cache, what="a token of answer")
+        check_logits(self.model, out[0][:, 0], [tokens[:1]], what="a token of answer")
         return out

@@ -56,7 +56,7 @@ class Context:
     last: Array  # f32[B V], logits of each sequence's last token; f32[B 0], unknown, after a crop or an edit
     method: KVMethod  # under which the documents were read
     read_seconds: float = 0.0  # to read the documents, without compilation
-    # Of all tokens read, where they are known: a repetition penalty counts them, and errors are explained by them.
+    # Of all tokens read, where they are known: a repetition penalty counts them.
     ids: Sequence[Sequence[int]] | None = None
 
     def __repr__(self) -> str:

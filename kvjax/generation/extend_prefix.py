@@ -101,7 +101,7 @@ def read_after_prefix(
         length = before + lengths
         jax.block_until_ready((last, layers, length))
     cache = Cache(layers, length, capacity, plan, model.config, model.dtype.name, model.fingerprint)
-    check_logits(model, last, cache=cache, what="document")
+    check_logits(model, last, what="document")
     return last, cache
 
 

@@ -230,7 +230,7 @@ def extend(
     cache = check_cache(model, cache, method)
     ids = token_ids(model, ids, begins=are_empty(cache), count=cache.length.shape[0], may_be_empty=True)
     out, longer = extend_padded(model, ids, cache, decoded)
-    check_logits(model, out, ids, cache=cache, what="the tokens fed to sequence")
+    check_logits(model, out, ids, what="the tokens fed to sequence")
     return out, longer
 
 
@@ -283,7 +283,7 @@ def last_logits(
     if not all(ids):
         assert before is not None
         last = jnp.where(jnp.array([bool(row) for row in ids])[:, None], last, before) if before.shape[1] else before
-    check_logits(model, last, ids, cache=cache, what="the tokens fed to sequence")
+    check_logits(model, last, ids, what="the tokens fed to sequence")
     return last
 
 
@@ -343,7 +343,7 @@ def teacher_force(
         fed = [list(c[:-1]) or [0] for c in continuations]  # the logits of that 0 are not read
         following = extend_padded(model, fed, cache, mask, width)[0]
         num_read = [len(c) - 1 for c in continuations]
-        check_logits(model, following, fed, lengths=num_read, cache=cache, what="the continuation of sequence")
+        check_logits(model, following, fed, lengths=num_read, what="the continuation of sequence")
         out = jnp.concatenate([out, following], 1)
     tokens, _ = pad(continuations, out.shape[1])
     logp, likeliest = (to_numpy(x) for x in _score_tokens(out, jnp.asarray(tokens)))

@@ -49,7 +49,6 @@ class DecodeSession:
     loop: str = "while"
     skip_special_tokens: bool = True  # whether special tokens are left out of the texts
     decode_seconds: float = 0.0
-    prompt_ids: Sequence[Sequence[int]] | None = None  # where they are known; for the message of an error
 
     def finish(self, limit: int | None = None) -> Result:
         """Decodes until all sequences have ended, by an id or a stop string, or have `limit` tokens, at most all."""
@@ -107,10 +106,8 @@ class DecodeSession:
         if is_finite.all():
             return
         row = int(np.argmin(is_finite))
-        tokens = self._token_lists()[row]
-        known = None if self.prompt_ids is None else [*self.prompt_ids[row], *tokens]
-        place, cache = f"after {len(tokens)} new tokens of sequence {row}", self.state.cache if known is None else None
-        raise nonfinite_error(self.model, place, known, cache)
+        num_tokens = len(self._token_lists()[row])
+        raise nonfinite_error(self.model, f"after {num_tokens} new tokens of sequence {row}")
 
     def _arguments(self, in_one_program: bool = True) -> dict[str, Any]:
         target = Target(self.model.config, self.model.auto_mesh)
@@ -228,7 +225,7 @@ def start_decoding(
     """Starts decoding from a cache and the logits f32[B V] of its last token.
 
     Args:
-      prompt_ids: all tokens before, where they are known; for a repetition penalty, and for errors that name a layer.
+      prompt_ids: all tokens before, where they are known; for a repetition penalty.
       first_row: the number by which the first sequence draws.
       keep: whether the loop works on a copy of the cache, which it would otherwise use up.
       timer: adds up the seconds; its run time so far counts as the prefill.
@@ -276,7 +273,6 @@ def start_decoding(
         options.stop,
         options.loop,
         options.skip_special_tokens,
-        prompt_ids=prompt_ids,
     )
     session.check_finite()
     if num_draft_tokens(cache.plan) and num_new > 1:

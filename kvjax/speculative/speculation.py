@@ -152,11 +152,9 @@ def speculate(
                 f"{int(to_numpy(state.count))}: they had filled a group, which is coded for good; {REMEDY}"
             )
     # The draft's numbers come first: its tokens are what the verifier reads.
-    sides = ("draft", drafter, draft_ids, 1), ("verifier", model, ids, 0)
-    for role, side_model, side_ids, side in sides:
+    for role, side_model, side in (("draft", drafter, 1), ("verifier", model, 0)):
         for row in np.flatnonzero(~to_numpy(state.is_finite[side]))[:1]:
-            tokens = [*side_ids[row], *(t for t in to_numpy(state.out)[row].tolist() if t >= 0)]
-            raise nonfinite_error(side_model, f"of the {role} in sequence {row}", tokens)
+            raise nonfinite_error(side_model, f"of the {role} in sequence {row}")
     return _to_result(model, state, resolved, prefill_seconds, timer)
 
 

@@ -384,12 +384,12 @@ def test_attach_refuses_what_the_decoder_does_not_give(method, gives, message):
 
 def test_a_spec_that_contradicts_itself_is_refused():
     for changes, message in (
-        ({"heads": 3}, "heads=3 in layer 0 is no multiple of kv_heads=2"),
+        ({"heads": 3}, r"layer 0: heads \(3\) must be a multiple of kv_heads \(2\)"),
         ({"rope": [ROPE]}, "rope has 1 entries and the model 2 layers"),
-        ({"rope": custom_decoder.Rope(2 * H)}, "rotates 16 channels of a head of 8"),
-        ({"rope": 10_000.0}, r"rope in layer 0 is Rope\(dim"),
-        ({"window": [4, 0]}, "window in layer 1 must be an integer from 1"),
-        ({"soft_cap": -1.0}, "soft_cap in layer 0 must be a number"),
+        ({"rope": custom_decoder.Rope(2 * H)}, "layer 0: the rotary embedding turns 16 channels: .* at most all 8 of a head"),
+        ({"rope": 10_000.0}, "layer 0: AttentionKind: rope must be a Rope, got 10000.0"),
+        ({"window": [4, 0]}, r"layer 1: Rule: window must lie in \[1, 2147483647\], got 0"),
+        ({"soft_cap": -1.0}, "layer 0: Rule: soft_cap must be above 0, got -1.0"),
     ):
         sizes = {"num_layers": 2, "heads": N, "kv_heads": K, "head_dim": H, "rope": ROPE}
         with pytest.raises(KvjaxError, match=message):
@@ -454,7 +454,7 @@ def test_a_prompt_that_waits_for_finish_takes_no_step_and_no_finish_without_all_
         "kvzip:budget=6,page=4", custom_decoder.specs_of(2, N, K, H, rope=ROPE), CAPACITY, gives="repeat"
     )
     cache = {i: custom_decoder.attend(attached[i], *tokens, right_positions())[1] for i in attached}
-    with pytest.raises(KvjaxError, match=r"cache = finish\(cache\) after the prompt"):
+    with pytest.raises(KvjaxError, match=r"cache = finish\(cache\) after it"):
         custom_decoder.attend(cache[0], *(x[:, :1] for x in tokens), LENGTHS[:, None])
     with pytest.raises(KvjaxError, match=r"finish\(cache, tokens=tokens, repeat=run\)"):
         custom_decoder.finish(cache)

@@ -18,7 +18,6 @@ from kvjax.eval.run.evaluate import evaluate
 from kvjax.eval.run.store import Store
 from kvjax.eval.tasks.case import Spec
 from kvjax.explore.exploration import explore
-from kvjax.generation.finite import nonfinite_error
 from kvjax.models import checkpoint
 from kvjax.models.sharding import param_shardings
 from kvjax.models.tokenizer import Tokenizer
@@ -37,12 +36,10 @@ def with_params(model: kvjax.Model, dtype=jnp.float32, **changes) -> kvjax.Model
     return dataclasses.replace(model, params=params, tokenizer=Tokenizer(vocab.tokenizer()))
 
 
-def large_in_float16(layer: int = LAYERS - 1, part: str = "mlp", **changes) -> kvjax.Model:
-    """A float16 model in one of whose layers the MLP, or the attention, exceeds 65,504; its weights do not."""
-    model = toy_model(layers=LAYERS, vocab_size=512, **changes)
-    names = {"mlp": ("up", "down"), "attention": ("v", "o")}[part]
-    paths = {f"layer_{layer}/{part}/{name}/kernel": lambda x: x * 3e3 for name in names}
-    return with_params(model, jnp.float16, **paths)
+def large_in_float16() -> kvjax.Model:
+    """A float16 model in whose last layer the MLP exceeds 65,504; its weights do not."""
+    paths = {f"layer_{LAYERS - 1}/mlp/{name}/kernel": lambda x: x * 3e3 for name in ("up", "down")}
+    return with_params(toy_model(layers=LAYERS, vocab_size=512), jnp.float16, **paths)
 
 
 BAD = large_in_float16()
@@ -56,24 +53,17 @@ def test_weights_that_are_not_finite_are_named(path, value):
         kvjax.generate(model, [[0, 2, 3], [4, 5]], "full", max_new_tokens=2)
 
 
-@pytest.mark.parametrize(
-    ("layer", "part", "says"),
-    [
-        (2, "mlp", r"layer 3 of 3 \(its MLP\)"),
-        (0, "mlp", r"layer 1 of 3 \(its MLP\)"),
-        (1, "attention", "layer 2 of 3"),
-    ],
-)
-def test_the_first_layer_is_named_and_what_helps(layer, part, says):
-    model = large_in_float16(layer, part)
-    with pytest.raises(KvjaxError, match=f"float16 cannot hold .* in {says}.*; load the model with dtype='bfloat16'"):
-        kvjax.read(model, IDS, "full")
+def test_the_error_says_what_helps_and_how_to_find_the_layer():
+    says = "float16 cannot hold what .*; load the model with dtype='bfloat16' .*JAX_DEBUG_INFS=1 and JAX_DEBUG_NANS=1"
+    with pytest.raises(KvjaxError, match=says):
+        kvjax.read(BAD, IDS, "full")
 
 
-def test_the_head_is_named():
-    model = with_params(toy_model(layers=1), jnp.float16, **{"head/kernel": lambda x: x * 3e4})
-    with pytest.raises(KvjaxError, match="in the final norm or the head; load"):
-        kvjax.logits(model, IDS)
+def test_jax_stops_where_the_error_says_that_it_does():
+    with jax.debug_infs(True), pytest.raises(FloatingPointError, match="inf"):
+        kvjax.read(BAD, IDS, "full")
+    with jax.debug_infs(True), jax.debug_nans(True):
+        assert kvjax.read(SOUND, IDS, "full").num_sequences == 2
 
 
 PROMPT_CALLS = {
@@ -96,7 +86,7 @@ PROMPT_CALLS = {
 
 @pytest.mark.parametrize("name", PROMPT_CALLS)
 def test_every_call_with_prompts_raises(name):
-    with pytest.raises(KvjaxError, match=r"are not finite: float16 cannot hold .* in layer 3 of 3 \(its MLP\)"):
+    with pytest.raises(KvjaxError, match="are not finite: float16 cannot hold"):
         PROMPT_CALLS[name](BAD)
 
 
@@ -141,15 +131,15 @@ EXTEND_CALLS = {
 @pytest.mark.parametrize("name", EXTEND_CALLS)
 def test_every_call_with_a_cache_raises(name):
     context = kvjax.read(AT_TOKEN, PROMPTS, "full", room=32)
-    with pytest.raises(KvjaxError, match=r"are not finite: .*float16 cannot hold .* layer 1 of 1.*; load the model"):
+    with pytest.raises(KvjaxError, match="are not finite: float16 cannot hold .*; load the model"):
         EXTEND_CALLS[name](context)
 
 
-def test_the_layer_after_a_cache_is_named():
-    context = kvjax.read(bad_at_a_token(layer=1), PROMPTS, "int4", room=32)
-    with pytest.raises(KvjaxError, match=r"after the tokens fed to sequence 1 .* in layer 2 of 2 \(its MLP\)"):
+def test_the_sequence_and_the_token_after_a_cache_are_named():
+    context = kvjax.read(AT_TOKEN, PROMPTS, "int4", room=32)
+    with pytest.raises(KvjaxError, match="after the tokens fed to sequence 1 are not finite"):
         context.feed(FED)
-    with pytest.raises(KvjaxError, match=r"sequence 1, token 1 of 3 are not finite: .* in layer 2 of 2 \(its MLP\)"):
+    with pytest.raises(KvjaxError, match="sequence 1, token 1 of 3 are not finite"):
         kvjax.extend(context.model, [[7, 8], [3, BAD_TOKEN, 4]], context.cache)
 
 
@@ -185,7 +175,7 @@ UNUSED = 500
 def test_every_loop_raises_at_the_step(loop, temperature):
     model, tokens = bad_in_decoding()
     options = {"eos_ids": (), "loop": loop, "temperature": temperature}
-    says = "after 4 new tokens of sequence 0 are not finite: float16 cannot hold .* in layer 1 of 1"
+    says = "after 4 new tokens of sequence 0 are not finite: float16 cannot hold"
     assert kvjax.generate(model, PROMPTS, "full", max_new_tokens=4, **options).tokens == [x[:4] for x in tokens]
     with pytest.raises(KvjaxError, match=says):
         kvjax.generate(model, PROMPTS, "full", max_new_tokens=9, **options)
@@ -193,7 +183,7 @@ def test_every_loop_raises_at_the_step(loop, temperature):
     last = [p[-1:] for p in PROMPTS]
     with pytest.raises(KvjaxError, match=says):
         context.ask(last, max_new_tokens=9, **options)
-    with pytest.raises(KvjaxError, match="after 4 new tokens of sequence 0 are not finite: the cache holds none"):
+    with pytest.raises(KvjaxError, match=says):
         kvjax.generate(model, last, cache=context.cache, max_new_tokens=9, **options)
 
 
@@ -248,7 +238,7 @@ def test_reuse_systems_raise():
 def test_evaluations_and_explorations_end_with_the_error(tmp_path):
     spec = Spec(lengths=(64,), contexts=1, depths=1)
     for tasks in ("ppl", "niah"):
-        with pytest.raises(KvjaxError, match=rf"full on {tasks}: the logits after prompt 0 are not finite: .*its MLP"):
+        with pytest.raises(KvjaxError, match=rf"full on {tasks}: the logits after prompt 0 are not finite"):
             kvjax.eval.compare(BAD, ["full", "int4"], tasks, spec, progress=False)
     with pytest.raises(KvjaxError, match="full on speed: the logits after prompt 0"):
         evaluate(BAD, "full", [], Store(tmp_path, {}, []), batch=1, speed=[8], progress=None)
@@ -272,7 +262,7 @@ def test_a_table_is_not_counted_on_such_numbers():
 def test_the_command_line_ends_with_the_error(tmp_path, capsys):
     checkpoint.save(tmp_path / "bad", BAD.config, BAD.params, extra_files=vocab.tokenizer_files())
     assert cli.main(["generate", "--model", str(tmp_path / "bad"), "--method", "full", "--prompt", "def"]) == 2
-    assert "are not finite: float16 cannot hold what comes up in layer 3 of 3 (its MLP)" in capsys.readouterr().err
+    assert "are not finite: float16 cannot hold" in capsys.readouterr().err
 
 
 def test_two_devices_say_the_same():
@@ -280,17 +270,11 @@ def test_two_devices_say_the_same():
     model = dataclasses.replace(
         AT_TOKEN, params=jax.device_put(AT_TOKEN.params, param_shardings(AT_TOKEN.config, mesh)), mesh=mesh
     )
-    with pytest.raises(KvjaxError, match=r"in layer 1 of 1 \(its MLP\)"):
+    with pytest.raises(KvjaxError, match="after prompt 0 are not finite"):
         kvjax.generate(model, [[1, BAD_TOKEN]], "full", max_new_tokens=2)
     context = kvjax.read(model, [[1, 2]], "full", room=16)
     with pytest.raises(KvjaxError, match="after the tokens fed to sequence 0 are not finite"):
         context.ask([[BAD_TOKEN]], max_new_tokens=2)
-
-
-def test_a_method_is_blamed_where_the_exact_pass_is_finite():
-    error = nonfinite_error(with_params(toy_model(layers=1), jnp.float16), "after prompt 0", [1, 2, 3])
-    assert "the exact pass of the same tokens is finite, and so the method computes what float16" in str(error)
-    assert "take another method, or other parameters of it" in str(error)
 
 
 def test_sound_logits_pass():
