@@ -17,9 +17,8 @@ from .cache.protocol import Cache
 from .core.step_bytes import StepBytes
 from .engine.sampling import SamplingParams
 from .errors import IncompatibleMethod, KvjaxError, KvjaxWarning
-from .generation.chat import chat, stream_chat
 from .generation.context import Context, read, resume
-from .generation.generate import generate, stream, stream_text
+from .generation.generate import chat, generate, stream, stream_chat, stream_text
 from .generation.memory_plan import planned_bytes, step_bytes
 from .generation.model_calls import extend, logits, prefill, score
 from .generation.options import GenerateOptions

@@ -17,7 +17,7 @@ array_annotations.check_calls()  # before the first import of what is checked
 
 from kvjax.core import compile_cache
 from kvjax.engine import forward
-from kvjax.generation import compile_options
+from kvjax.generation import programs
 from kvjax.registry.loading import load_all
 from kvjax.registry.registration import REGISTRY
 from tests.helpers import program_cache, quick
@@ -101,7 +101,7 @@ def traced_calls(monkeypatch):
         calls.append(call)
         return run_layer(*args, call=call, target=target)
 
-    compile_options.jit_with.cache_clear()
+    programs.jit_with.cache_clear()
     monkeypatch.setattr(forward, "apply_layer", count_trace)
     yield calls
-    compile_options.jit_with.cache_clear()
+    programs.jit_with.cache_clear()

@@ -25,7 +25,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedShar
 
 from kvjax import KvjaxError
 from kvjax.core import memory
-from kvjax.generation.compile_options import jit_loop
+from kvjax.generation.programs import jit_loop
 
 GPUS = {"h200": ("NVIDIA H200", 132)}  # (name, multiprocessors) of each NAME.textproto in this folder
 # libtpu must not query a TPU's metadata server, nor lock a TPU that no process can hold.

@@ -144,7 +144,7 @@ class Target:
 
     All callers but `kvjax.generation` and the systems above it use the default functions. JAX allows compiler options
     and donation in the outermost `jit` alone; those callers are never traced, and take functions that have them from
-    `kvjax.generation.compile_options`. Targets that differ in these functions alone are equal: what is jitted over a
+    `kvjax.generation.programs`. Targets that differ in these functions alone are equal: what is jitted over a
     target runs no layers, or is given the default ones.
 
     Attributes:

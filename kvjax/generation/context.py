@@ -32,9 +32,9 @@ from kvjax.generation.model_calls import (
     teacher_force,
 )
 from kvjax.generation.options import GenerateOptions, check_streamed, resolve_options
+from kvjax.generation.programs import Timer
 from kvjax.generation.result import Result, concat_results
 from kvjax.generation.session import DecodeSession, start_decoding
-from kvjax.generation.timing import Timer
 from kvjax.models.model import Model
 from kvjax.registry.strings import method_of, name_of
 from kvjax.utils import arguments

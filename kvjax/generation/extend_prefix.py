@@ -22,10 +22,9 @@ from kvjax.engine.plan import bind
 from kvjax.engine.prefill import take_last
 from kvjax.errors import KvjaxError
 from kvjax.generation import user_warnings
-from kvjax.generation.compile_options import target_for
 from kvjax.generation.finite import check_logits
 from kvjax.generation.inputs import check_cache, pad, place, round_up
-from kvjax.generation.timing import Timer
+from kvjax.generation.programs import Timer, target_for
 from kvjax.models.model import Model
 
 

@@ -21,7 +21,6 @@ from kvjax.engine.forward import BoundLayers, Progress, exact_logits
 from kvjax.engine.plan import bind
 from kvjax.errors import KvjaxError
 from kvjax.generation import user_warnings
-from kvjax.generation.compile_options import target_for
 from kvjax.generation.finite import check_logits
 from kvjax.generation.inputs import (
     Prompts,
@@ -34,7 +33,7 @@ from kvjax.generation.inputs import (
     round_up,
     token_ids,
 )
-from kvjax.generation.timing import Timer
+from kvjax.generation.programs import Timer, target_for
 from kvjax.models.model import Model
 from kvjax.utils import arguments
 from kvjax.utils.keywords import checks_keywords

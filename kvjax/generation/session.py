@@ -22,14 +22,13 @@ from kvjax.engine.decode import num_draft_tokens
 from kvjax.engine.forward import Target
 from kvjax.engine.sampling import Sampler
 from kvjax.generation import decode_loop, user_warnings
-from kvjax.generation.compile_options import jit_loop, options_for, target_for
 from kvjax.generation.decode_loop import DecodeState
 from kvjax.generation.finite import nonfinite_error
 from kvjax.generation.inputs import place
 from kvjax.generation.options import DecodeOptions
+from kvjax.generation.programs import Timer, jit_loop, options_for, target_for
 from kvjax.generation.result import Result, logprob_fields
 from kvjax.generation.stopping import STOP_CHECK_INTERVAL, AnswerText
-from kvjax.generation.timing import Timer
 from kvjax.models.model import Model
 from kvjax.processes import require_agreement
 from kvjax.utils.mesh_context import leaves_callers_mesh, outside_callers_mesh

@@ -13,10 +13,9 @@ import numpy as np
 from kvjax.core.types import Array
 from kvjax.engine.layer_prompt import LayerPrompt
 from kvjax.errors import KvjaxError
-from kvjax.generation.compile_options import target_for
 from kvjax.generation.finite import check_logits
 from kvjax.generation.inputs import Prompts, pad, token_ids
-from kvjax.generation.timing import Timer
+from kvjax.generation.programs import Timer, target_for
 from kvjax.reuse.full_kv import FullKV
 from kvjax.reuse.partial_recompute import KnownTokens, RecomputeChoice, partial_prefill
 

@@ -19,12 +19,11 @@ from kvjax.engine.plan import bind
 from kvjax.engine.prefill import compress_prompts, prefill_exactly
 from kvjax.errors import KvjaxError, OtherWeights
 from kvjax.generation import user_warnings
-from kvjax.generation.compile_options import target_for
 from kvjax.generation.context import Context, read
 from kvjax.generation.finite import check_logits
 from kvjax.generation.inputs import Prompts, check_cache, pad, place, require_same_call, token_ids
 from kvjax.generation.model_calls import model_for, replay_prompts
-from kvjax.generation.timing import Timer
+from kvjax.generation.programs import Timer, target_for
 from kvjax.models.decoder import sinks_of
 from kvjax.models.model import Model
 from kvjax.registry.strings import method_of

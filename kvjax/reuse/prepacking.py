@@ -23,12 +23,11 @@ from kvjax.engine.forward import embed_at, layer_calls, outer_params, run_layers
 from kvjax.engine.layer_prompt import LayerCall, LayerInputs, LayerPrompt, prompt_of_inputs
 from kvjax.engine.modes import ForwardMode, attend_all
 from kvjax.errors import KvjaxError
-from kvjax.generation.compile_options import target_for
 from kvjax.generation.context import ROOM_TOKENS, Context
 from kvjax.generation.finite import check_logits
 from kvjax.generation.inputs import Prompts, round_up, token_ids
 from kvjax.generation.model_calls import capacity_for, model_for
-from kvjax.generation.timing import Timer
+from kvjax.generation.programs import Timer, target_for
 from kvjax.models.model import Model
 from kvjax.reuse.full_kv import AllQueries, FullKV
 from kvjax.utils import arguments

@@ -23,14 +23,13 @@ from kvjax.engine import decode
 from kvjax.engine.forward import Target
 from kvjax.engine.plan import bind
 from kvjax.errors import IncompatibleMethod, KvjaxError
-from kvjax.generation.compile_options import jit_with
 from kvjax.generation.finite import nonfinite_error
 from kvjax.generation.inputs import Prompts, token_ids
 from kvjax.generation.model_calls import capacity_for, model_for, run_prompts
 from kvjax.generation.options import DecodeOptions, GenerateOptions, resolve_options
+from kvjax.generation.programs import Timer, jit_with
 from kvjax.generation.result import Result, logprob_fields
 from kvjax.generation.stopping import AnswerText
-from kvjax.generation.timing import Timer
 from kvjax.models.model import Model
 from kvjax.registry.strings import method_of, name_of
 from kvjax.speculative.acceptance import make_shift

@@ -16,8 +16,8 @@ from kvjax.core.kernels import use_kernels
 from kvjax.core.matmul import NO_PACKING
 from kvjax.engine import forward
 from kvjax.errors import KvjaxError, KvjaxWarning
-from kvjax.generation import compile_options, timing
-from kvjax.generation.compile_options import jit_with
+from kvjax.generation import programs
+from kvjax.generation.programs import jit_with
 from kvjax.testing import toy_model
 
 
@@ -48,14 +48,14 @@ def test_few_rows_of_large_float32_weights_are_multiplied_without_packing(rows, 
 
 def test_the_options_reach_the_compiler(monkeypatch):
     monkeypatch.setattr(matmul, "compiler_options", lambda *args: {"xla_backend_optimization_level": "high"})
-    compile_options._supported_options.cache_clear()
+    programs._supported_options.cache_clear()
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_backend_optimization_level"):
-        compile_options.options_for(1, 8, jnp.float32)
+        programs.options_for(1, 8, jnp.float32)
 
 
 def test_what_a_version_of_the_compiler_does_not_know_is_left_out(monkeypatch):
     monkeypatch.setattr(matmul, "compiler_options", lambda *args: {"xla_of_another_version": "true"})
-    assert compile_options.options_for(1, 8, jnp.float32) == ()
+    assert programs.options_for(1, 8, jnp.float32) == ()
 
 
 def test_a_process_with_many_mappings_drops_its_programs_and_goes_on(monkeypatch):
@@ -67,7 +67,7 @@ def test_a_process_with_many_mappings_drops_its_programs_and_goes_on(monkeypatch
         calls.append(clear_compiled())
 
     monkeypatch.setattr(compile_cache, "MAX_MAPPINGS", 0)
-    monkeypatch.setattr(timing, "_MANY_PROGRAMS", 0)  # every call then drops what was compiled before it
+    monkeypatch.setattr(programs, "_MANY_PROGRAMS", 0)  # every call then drops what was compiled before it
     monkeypatch.setattr(compile_cache, "clear_compiled", clear_and_record)
     assert kvjax.generate(model, [[5, 3, 8]], "snapkv:budget=4,window=2", max_new_tokens=4).tokens == expected
     assert calls
@@ -88,7 +88,7 @@ def test_a_batch_on_a_wide_model_is_decoded_without_packing_and_as_its_rows_alon
         texts.append(run_layer.lower(*args, **static).compile().as_text())
         return run_layer(*args, **static)
 
-    target_for = compile_options.target_for
+    target_for = programs.target_for
 
     def target_with_records(model, num_tokens, **more):
         target = target_for(model, num_tokens, **more)

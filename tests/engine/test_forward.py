@@ -12,7 +12,7 @@ from kvjax import functional
 from kvjax.engine import decode, prefill
 from kvjax.engine.forward import Target
 from kvjax.engine.plan import bind
-from kvjax.generation.compile_options import target_for
+from kvjax.generation.programs import target_for
 from kvjax.testing import full_copies, toy_model
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3], [2, 7, 1]]

@@ -12,8 +12,8 @@ from kvjax import functional
 from kvjax.engine import forward
 from kvjax.errors import KvjaxError
 from kvjax.generation import decode_loop
-from kvjax.generation.compile_options import jit_loop, jit_with
 from kvjax.generation.options import LOOPS
+from kvjax.generation.programs import jit_loop, jit_with
 from kvjax.testing import toy_model
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [8], [9, 10, 11]]

@@ -20,7 +20,7 @@ from kvjax.engine.plan import bind
 from kvjax.engine.sampling import SamplingParams
 from kvjax.errors import KvjaxError
 from kvjax.generation import decode_loop
-from kvjax.generation.compile_options import jit_with
+from kvjax.generation.programs import jit_with
 from kvjax.testing import full_copies, toy_model
 
 PROMPTS = [list(range(1, 18)), [8, 3], list(range(40, 60))]

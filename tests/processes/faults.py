@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from kvjax import processes
 from kvjax.core.mesh import make_mesh, put, to_numpy
 from kvjax.errors import KvjaxError
-from kvjax.generation.timing import Timer
+from kvjax.generation.programs import Timer
 
 if __name__ == "__main__":
     coordinator, process, what = sys.argv[1:]

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 import kvjax
 from kvjax import IncompatibleMethod, KvjaxError
 from kvjax.engine.sampling import SamplingParams
-from kvjax.generation.compile_options import jit_with
+from kvjax.generation.programs import jit_with
 from kvjax.models.sharding import param_shardings
 from kvjax.speculative import acceptance
 from kvjax.speculative.acceptance import acceptance_probabilities, make_shift, shift_logits
