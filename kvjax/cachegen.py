@@ -85,7 +85,7 @@ def write(path: str | Path, context: FullKV | Context, *, levels: Levels | None 
     words, states = rans.encode([(_to_lanes(anchors.codes), anchor_table), (_to_lanes(others.codes), table)])
     # Scales are stored in bfloat16 and counts in as few bytes as they need: both are a good part of a small file.
     arrays = {
-        "last": exact.last,
+        "last": exact.last_logits,
         "length": lengths,
         "words": words,
         "states": states,
@@ -126,7 +126,7 @@ def read(model: Model, path: str | Path) -> FullKV:
         sides.append(place(model, side, "B K"))
     lengths = place(model, arrays["length"], "B")
     exact = full_kv_from_arrays(model, list(zip(sides[::2], sides[1::2], strict=True)), lengths)
-    return dataclasses.replace(exact, last=place(model, arrays["last"], "B"))
+    return dataclasses.replace(exact, last_logits=place(model, arrays["last"], "B"))
 
 
 def default_levels(num_layers: int) -> list[tuple[int, int]]:

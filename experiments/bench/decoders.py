@@ -25,8 +25,8 @@ class KvjaxDecoder:
     def prefill(self, ids: np.ndarray, room: int = 0, chunk: int | None = None) -> float:
         """Runs the prompts i32[B T] with space for `room` more tokens per sequence; returns seconds."""
         start = time.perf_counter()
-        context = kvjax.read(self.model, ids, self.method, room=room, chunk=chunk)
-        jax.block_until_ready((context.last, context.cache))
+        context = kvjax.read(self.model, ids, self.method, headroom=room, chunk=chunk)
+        jax.block_until_ready((context.last_logits, context.cache))
         seconds = time.perf_counter() - start
         self.begin(context, room)
         return seconds
@@ -35,7 +35,7 @@ class KvjaxDecoder:
         """Starts a loop of `room` decode steps after a context, whose buffers the loop takes over."""
         # One token more than steps: the first token comes from the context's logits. The loop is one program, so that
         # Python's dispatch of each layer is not measured, and no end token stops one side before the other.
-        self.run = context.start(max_new_tokens=room + 1, eos_ids=(), loop="while", use_up=True)
+        self.run = context.start(max_new_tokens=room + 1, eos_ids=(), loop="while", donate=True)
 
     def decode(self, steps: int) -> float:
         """Decodes `steps` more tokens per sequence; returns seconds without compilation."""

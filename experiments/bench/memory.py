@@ -37,7 +37,7 @@ def measure_peaks(model: str, dtype: str, tokens: int) -> dict[str, int]:
     found["loaded"] = peak_bytes()
     ids = np.random.default_rng(0).integers(0, loaded.config.vocab_size, (1, tokens), np.int32)
     # Under another method, its workspace could hide a second copy of the weights.
-    context = kvjax.read(loaded, ids, "full", room=NEW_TOKENS)
+    context = kvjax.read(loaded, ids, "full", headroom=NEW_TOKENS)
     found["read"] = peak_bytes()
     context.generate(max_new_tokens=NEW_TOKENS, eos_ids=())
     found["decoded"] = peak_bytes()

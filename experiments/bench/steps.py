@@ -90,7 +90,7 @@ def compile_step(config: Config, dtype: str, method: str, tokens: int, topology:
     """Compiles the decode loop of a method after a random prompt; returns its counts as a record."""
     model = kvjax.random_model(config, dtype=dtype)
     ids = np.random.default_rng(0).integers(0, model.config.vocab_size, (1, tokens))
-    decoding = kvjax.read(model, ids, method, room=NEW_TOKENS).start(max_new_tokens=NEW_TOKENS, loop="while")
+    decoding = kvjax.read(model, ids, method, headroom=NEW_TOKENS).start(max_new_tokens=NEW_TOKENS, loop="while")
     program, arguments = decoding.loop_program()
     if topology:
         compiled = compile_for(topology, program, arguments, static=("target",), is_loop=True)

@@ -128,7 +128,7 @@ def answers(
     right: dict[str, list[bool]] = {name: [] for name in methods}
     longest = max(len(q.prompt) + len(q.answer) for i in batch for q in i.questions)
     # Reading takes far longer than answering, and all methods here see the same exact prefill, as in the papers.
-    exact = kvjax.read(model, [i.context for i in batch], FULL, room=longest)
+    exact = kvjax.read(model, [i.context for i in batch], FULL, headroom=longest)
     for asked in zip(*(i.questions for i in batch), strict=True):
         prompts, longest_answer = [q.prompt for q in asked], max(len(q.answer) for q in asked)
         more = {"max_new_tokens": longest_answer, "eos_ids": ()}

@@ -39,7 +39,7 @@ def answers(
       [instance][question], whether the answer is exactly right, and the bytes of the contexts.
     """
     longest = max(len(q.prompt) + len(q.answer) for i in instances for q in i.questions)
-    context = kvjax.read(model, [i.context for i in instances], method, room=longest)
+    context = kvjax.read(model, [i.context for i in instances], method, headroom=longest)
     right: list[list[bool]] = [[] for _ in instances]
     for asked in zip(*(i.questions for i in instances), strict=True):
         new = max(len(q.answer) for q in asked)

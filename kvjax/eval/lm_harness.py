@@ -217,7 +217,7 @@ class KvjaxLM(TemplateLM):
             # The width is padding, and no text grows to it.
             longest = max(len(prompt) + len(rest) - 1 for prompt, rest in zip(prompts, rests, strict=True))
             model = model_for(self.model, prompts, longest)
-            context = read(model, prompts, self.method, room=width + 1)
+            context = read(model, prompts, self.method, headroom=width + 1)
             for i, rest, (logp, likeliest) in zip(indices, rests, context.score(rests, width=width), strict=True):
                 out[i] = float(logp.sum(dtype=float)), likeliest.tolist() == list(rest)
         return out

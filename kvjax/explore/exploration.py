@@ -113,7 +113,7 @@ def _read_prompt(model: Model, prompt: Sequence[int], method: KVMethod, capacity
         # A traced cache holds a copy of all tokens, so no method ever saves anything.
         warnings.filterwarnings("ignore", ".* saves nothing on this prompt", KvjaxWarning)
         context = read(model, [list(prompt)], TracedMethod(method, capacity), capacity=capacity)
-    return AnswerState(model, context.cache, context.last)
+    return AnswerState(model, context.cache, context.last_logits)
 
 
 def _write_greedily(state: AnswerState, most: int) -> list[int]:

@@ -40,7 +40,7 @@ from kvjax.registry.strings import method_of, name_of
 from kvjax.utils import arguments
 from kvjax.utils.keywords import checks_keywords
 
-ROOM_TOKENS = 512  # default headroom per sequence after the documents
+DEFAULT_HEADROOM_TOKENS = 512  # default headroom per sequence after the documents
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -53,7 +53,7 @@ class Context:
 
     model: Model
     cache: Cache
-    last: Array  # f32[B V], logits of each sequence's last token; f32[B 0], unknown, after a crop or an edit
+    last_logits: Array  # f32[B V], logits of each sequence's last token; f32[B 0], unknown, after a crop or an edit
     method: KVMethod  # under which the documents were read
     read_seconds: float = 0.0  # to read the documents, without compilation
     # Of all tokens read, where they are known: a repetition penalty counts them.
@@ -70,7 +70,7 @@ class Context:
     @property
     def num_sequences(self) -> int:
         """Number of documents in the batch."""
-        return self.last.shape[0]
+        return self.last_logits.shape[0]
 
     @property
     def bytes(self) -> CacheBytes:
@@ -93,43 +93,56 @@ class Context:
         begins = are_empty(check_cache(self.model, self.cache))
         ids = token_ids(self.model, more, begins=begins, count=self.num_sequences, may_be_empty=True)
         out, cache = extend_padded(self.model, ids, self.cache, decoded, width)
-        last = last_logits(self.model, out, ids, self.cache, self.last)
+        last = last_logits(self.model, out, ids, self.cache, self.last_logits)
         known = None if self.ids is None else [[*before, *new] for before, new in zip(self.ids, ids, strict=True)]
-        return dataclasses.replace(self, cache=cache, last=last, ids=known)
+        return dataclasses.replace(self, cache=cache, last_logits=last, ids=known)
 
     @checks_keywords
-    def start(self, *, first_row: int = 0, use_up: bool = False, **options: Unpack[GenerateOptions]) -> DecodeSession:
+    def start(
+        self, *, first_sequence: int = 0, donate: bool = False, **options: Unpack[GenerateOptions]
+    ) -> DecodeSession:
         """Starts to decode after each sequence: a session that can be advanced in slices, inspected and timed.
 
         Args:
-          first_row: number of the first sequence; each draws by `seed` and its number.
-          use_up: whether to decode in the context's own cache instead of a copy; the context is unusable afterwards.
+          first_sequence: number of the first sequence; each draws by `seed` and its number.
+          donate: whether to decode in the context's own cache instead of a copy; the context is unusable afterwards.
           **options: max_new_tokens, temperature, stop and the others of `kvjax.GenerateOptions`.
         """
         resolved = resolve_options(self.model, options, knows_tokens=self.ids is not None)
         self._check_known()
-        arguments.integer("first_row", first_row, 0)
+        arguments.integer("first_sequence", first_sequence, 0)
         check_room(self.cache, resolved.max_new_tokens - 1)  # the last token is not fed
         return start_decoding(
-            self.model, self.last, self.cache, resolved, prompt_ids=self.ids, first_row=first_row, keep=not use_up
+            self.model,
+            self.last_logits,
+            self.cache,
+            resolved,
+            prompt_ids=self.ids,
+            first_sequence=first_sequence,
+            keep=not donate,
         )
 
     @checks_keywords
-    def generate(self, *, first_row: int = 0, use_up: bool = False, **options: Unpack[GenerateOptions]) -> Result:
+    def generate(self, *, first_sequence: int = 0, donate: bool = False, **options: Unpack[GenerateOptions]) -> Result:
         """Generates the continuation of each sequence; arguments are those of `start`."""
-        return self.start(first_row=first_row, use_up=use_up, **options).finish()
+        return self.start(first_sequence=first_sequence, donate=donate, **options).finish()
 
     @checks_keywords
     def stream(
-        self, *, first_row: int = 0, use_up: bool = False, **options: Unpack[GenerateOptions]
+        self, *, first_sequence: int = 0, donate: bool = False, **options: Unpack[GenerateOptions]
     ) -> Iterator[list[int | None]]:
         """Streams tokens, in each step one per sequence, None after its end; arguments are those of `start`."""
         check_streamed(options)
-        return self.start(first_row=first_row, use_up=use_up, **options).columns()
+        return self.start(first_sequence=first_sequence, donate=donate, **options).columns()
 
     @checks_keywords
     def ask(
-        self, questions: Prompts, *, first_row: int = 0, width: int | None = None, **options: Unpack[GenerateOptions]
+        self,
+        questions: Prompts,
+        *,
+        first_sequence: int = 0,
+        width: int | None = None,
+        **options: Unpack[GenerateOptions],
     ) -> Result:
         """Answers one question per sequence; the context stays as it is, so that each question is the first one.
 
@@ -138,16 +151,16 @@ class Context:
 
         Args:
           questions: texts, or lists of ids.
-          first_row: as in `start`.
+          first_sequence: as in `start`.
           width: tokens that the questions are padded to.
           **options: as in `start`.
         """
         ids = token_ids(self.model, questions, begins=are_empty(self.cache))
         resolve_options(self.model, options, knows_tokens=self.ids is not None)  # errors come before anything is run
         if self.num_sequences == 1 < len(ids):
-            each = enumerate(ids, arguments.integer("first_row", first_row, 0))
-            return concat_results([self.ask([q], first_row=i, width=width, **options) for i, q in each])
-        return self.feed(ids, width=width).generate(first_row=first_row, use_up=True, **options)
+            each = enumerate(ids, arguments.integer("first_sequence", first_sequence, 0))
+            return concat_results([self.ask([q], first_sequence=i, width=width, **options) for i, q in each])
+        return self.feed(ids, width=width).generate(first_sequence=first_sequence, donate=True, **options)
 
     @checks_keywords
     def score(
@@ -165,7 +178,7 @@ class Context:
         """
         ids = token_ids(self.model, continuations, begins=False, count=self.num_sequences)
         self._check_known()
-        return teacher_force(self.model, self.last, self.cache, ids, decoded, width)
+        return teacher_force(self.model, self.last_logits, self.cache, ids, decoded, width)
 
     @checks_keywords
     def crop(self, lengths: int | Sequence[int]) -> Context:
@@ -195,7 +208,7 @@ class Context:
         """Takes the sequences with these indices, in this order, each as often as it is listed."""
         cache, known = cache_ops.take(self.cache, which), self.ids and [self.ids[i] for i in which]
         return dataclasses.replace(
-            self, cache=cache, last=take_sequences(None, self.last, np.asarray(which)), ids=known
+            self, cache=cache, last_logits=take_sequences(None, self.last_logits, np.asarray(which)), ids=known
         )
 
     @checks_keywords
@@ -212,9 +225,11 @@ class Context:
         cache = cache_ops.join([x.cache for x in contexts])
         known = [x.ids for x in contexts if x.ids is not None]
         ids = [row for rows in known for row in rows] if len(known) == len(contexts) else None
-        if len({x.last.shape[1] for x in contexts}) > 1:  # the last logits of some are unknown
+        if len({x.last_logits.shape[1] for x in contexts}) > 1:  # the last logits of some are unknown
             return self._without_last(cache, ids)
-        return dataclasses.replace(self, cache=cache, last=concat_sequences(None, [x.last for x in contexts]), ids=ids)
+        return dataclasses.replace(
+            self, cache=cache, last_logits=concat_sequences(None, [x.last_logits for x in contexts]), ids=ids
+        )
 
     @checks_keywords
     def extend_prefix(
@@ -223,7 +238,7 @@ class Context:
         method: str | KVMethod | None = None,
         *,
         of: Sequence[int] | None = None,
-        room: int = ROOM_TOKENS,
+        headroom: int = DEFAULT_HEADROOM_TOKENS,
     ) -> Context:
         """Reads documents after this context, a shared prefix that is stored once (Hydragen, arXiv 2402.05099).
 
@@ -234,14 +249,14 @@ class Context:
           documents: texts, or lists of ids.
           method: of the documents' own tokens; by default that of the context's own.
           of: index of the sequence that each document follows, -1 for none; needed where the context has several.
-          room: tokens per sequence that may follow.
+          headroom: tokens per sequence that may follow.
         """
         # `read_after_prefix` checks `of`, when the number of documents is known.
         alone = are_empty(self.cache) if of is None else [isinstance(x, int) and x < 0 for x in np.ravel(of).tolist()]
         ids, timer = token_ids(self.model, documents, begins=alone or False), Timer()
         own = self.method.own if isinstance(self.method, SharedPrefixMethod) else self.method
         both = SharedPrefixMethod(self.method, own if method is None else method_of(method))
-        last, cache = read_after_prefix(self.model, self.cache, both, ids, of=of, room=room, timer=timer)
+        last, cache = read_after_prefix(self.model, self.cache, both, ids, of=of, headroom=headroom, timer=timer)
         known = self.ids
         if known is not None:
             followed = [0] * len(ids) if of is None else of
@@ -250,11 +265,11 @@ class Context:
 
     def _without_last(self, cache: Cache, ids: Sequence[Sequence[int]] | None) -> Context:
         """Replaces the cache and its tokens; the logits of its last tokens are unknown."""
-        return dataclasses.replace(self, cache=cache, last=jnp.zeros((cache.length.shape[0], 0)), ids=ids)
+        return dataclasses.replace(self, cache=cache, last_logits=jnp.zeros((cache.length.shape[0], 0)), ids=ids)
 
     def _check_known(self) -> None:
         check_cache(self.model, self.cache)
-        if not self.last.shape[1]:
+        if not self.last_logits.shape[1]:
             raise KvjaxError(
                 "the logits after a crop or an edit are known when something has been fed: use `ask`, or first `feed` "
                 "at least one token per sequence"
@@ -264,7 +279,7 @@ class Context:
     def save(self, path: str | Path) -> Path:
         """Writes the context to one file, which `kvjax.resume` reads; returns the file's path."""
         check_cache(self.model, self.cache)
-        return save.write(path, self.model, self.method, self.cache, self.last)
+        return save.write(path, self.model, self.method, self.cache, self.last_logits)
 
 
 @checks_keywords
@@ -273,7 +288,7 @@ def read(
     documents: Prompts,
     method: str | KVMethod,
     *,
-    room: int | None = None,
+    headroom: int | None = None,
     capacity: int | None = None,
     chunk: int | None = None,
     width: int | None = None,
@@ -285,17 +300,17 @@ def read(
       model: from `kvjax.load`.
       documents: texts, or lists of ids.
       method: a method or its string.
-      room: tokens per sequence that may follow the documents; 512 by default.
-      capacity: tokens that a sequence may grow to, in place of `room`.
+      headroom: tokens per sequence that may follow the documents; 512 by default.
+      capacity: tokens that a sequence may grow to, in place of `headroom`.
       chunk: tokens run at a time; None for all at once, or as the method asks.
       width: tokens that documents are padded to, so that those of similar length share one compiled program.
       progress: whether to show a bar over the chunks.
     """
     ids, timer = token_ids(model, documents, begins=True), Timer()
     longest = max(map(len, ids))
-    if capacity is None and room is not None:
-        capacity = longest + arguments.integer("room", room, 0)
-    rounded = capacity_for(ids, longest + ROOM_TOKENS if capacity is None else capacity, 0)
+    if capacity is None and headroom is not None:
+        capacity = longest + arguments.integer("headroom", headroom, 0)
+    rounded = capacity_for(ids, longest + DEFAULT_HEADROOM_TOKENS if capacity is None else capacity, 0)
     chosen = model_for(model, ids, capacity or 0)
     if width is not None:
         width = round_up(arguments.integer("width", width, longest))

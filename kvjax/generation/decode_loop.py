@@ -52,7 +52,7 @@ def init_state(
     sampler: Sampler,
     *,
     num_tokens: int,
-    first_row: Array | int = 0,
+    first_sequence: Array | int = 0,
     has_drafts: bool = False,
     in_prompt: Array | None = None,
     num_top: int | None = None,
@@ -60,7 +60,8 @@ def init_state(
 ) -> DecodeState:
     """Draws the first of at most `num_tokens` tokens from the prompts' logits f32[B V]; the cache is still missing.
 
-    Sequences draw by their number from `first_row` on. With `has_drafts` each step carries a draft, see `draft_first`.
+    Sequences draw by their number from `first_sequence` on. With `has_drafts` each step carries a draft, see
+    `draft_first`.
 
     Args:
       in_prompt: bool[B V], the tokens of each prompt, for a sampler with a repetition penalty.
@@ -69,7 +70,7 @@ def init_state(
     """
     B, V = logits.shape
     out = jnp.full((B, num_tokens), -1, jnp.int32)
-    keys = sequence_keys(key, B, first_row)
+    keys = sequence_keys(key, B, first_sequence)
     counts = None if sampler.penalties is None else TokenCounts(in_prompt, jnp.zeros((B, V), jnp.int32))
     logprobs = None
     if num_top is not None:

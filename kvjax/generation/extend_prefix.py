@@ -35,7 +35,7 @@ def read_after_prefix(
     ids: Sequence[Sequence[int]],
     *,
     of: Sequence[int] | None,
-    room: int,
+    headroom: int,
     timer: Timer,
 ) -> tuple[Array, Cache]:
     """Runs documents, lists of ids, after the sequences of a cache, the prefixes.
@@ -45,7 +45,7 @@ def read_after_prefix(
 
     Args:
       of: index of the prefix that each document follows, -1 for none; None for the only one.
-      room: tokens per sequence that may follow.
+      headroom: tokens per sequence that may follow.
 
     Returns:
       Logits of each document's last token f32[B V], and their cache.
@@ -66,7 +66,7 @@ def read_after_prefix(
         raise KvjaxError(problem)
     before = np.where(followed >= 0, to_numpy(prefix.length)[np.maximum(followed, 0)], 0)
     lengths = np.array([len(row) for row in ids])
-    capacity = round_up(int((before + lengths).max()) + room)
+    capacity = round_up(int((before + lengths).max()) + headroom)
     own_capacity = capacity - int(before.min())  # the most tokens of its own that a sequence may grow to
     num_slots = tuple(num_layer_slots(layer, tuple(lengths.tolist()), own_capacity) for layer in plan)
     user_warnings.warn_of_positions(model, plan, int(before.max()), int(lengths.max()))

@@ -204,7 +204,7 @@ def check_room(cache: Cache, num_tokens: int) -> int:
     if need > cache.capacity:
         raise KvjaxError(
             f"the cache has room for {cache.capacity} tokens per sequence and holds {used}; {num_tokens} more do not "
-            f"fit: prefill with capacity={need} or more, or read with that, or with a larger room="
+            f"fit: prefill with capacity={need} or more, or read with that, or with a larger headroom="
         )
     return used
 

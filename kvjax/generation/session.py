@@ -217,7 +217,7 @@ def start_decoding(
     options: DecodeOptions,
     *,
     prompt_ids: Sequence[Sequence[int]] | None = None,
-    first_row: int = 0,
+    first_sequence: int = 0,
     keep: bool = False,
     timer: Timer | None = None,
 ) -> DecodeSession:
@@ -225,14 +225,14 @@ def start_decoding(
 
     Args:
       prompt_ids: all tokens before, where they are known; for a repetition penalty.
-      first_row: the number by which the first sequence draws.
+      first_sequence: the number by which the first sequence draws.
       keep: whether the loop works on a copy of the cache, which it would otherwise use up.
       timer: adds up the seconds; its run time so far counts as the prefill.
     """
     model, num_new = model.with_config(cache.config), options.max_new_tokens
     if is_shared(model.mesh):
         eos, shown = to_numpy(options.eos).tolist(), dataclasses.replace(options, eos=jnp.zeros(0))
-        require_agreement(options=(shown, eos, first_row, keep))
+        require_agreement(options=(shown, eos, first_sequence, keep))
     user_warnings.warn_of_positions(model, cache.plan, int(to_numpy(cache.length).max(initial=0)), num_new - 1)
     timer, sampler, in_prompt = timer or Timer(), options.sampling.sampler(), None
     if options.sampling.repetition_penalty != 1:
@@ -248,7 +248,7 @@ def start_decoding(
             options.eos,
             sampler,
             num_tokens=num_new,
-            first_row=np.int32(first_row),
+            first_sequence=np.int32(first_sequence),
             has_drafts=num_draft_tokens(cache.plan) > 0,
             in_prompt=in_prompt,
             num_top=options.num_top,

@@ -28,7 +28,7 @@ def warn_of_positions(model: Model, plan: BoundLayers, used: int, more: int) -> 
     if any(rope.scaling is not None and rope.scaling.kind == "longrope" and not rope.scaling.is_long for rope in ropes):
         text = (
             f"{what} beyond the {limit:,} positions of LongRoPE's factors for short texts, which hold for all of this "
-            "text, and the output may mean nothing; read it anew with capacity= or room= for all of its tokens, or "
+            "text, and the output may mean nothing; read it anew with capacity= or headroom= for all of its tokens, or "
             "load the model with max_positions= where a call has neither: the factors for long texts are then taken"
         )
     else:

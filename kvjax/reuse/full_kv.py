@@ -40,7 +40,7 @@ class FullKV:
     model: Model
     prompts: tuple[LayerPrompt, ...]  # one per layer: k, v [B K S H], and all queries [B K G S H], or none of them
     lengths: Array  # i32[B]
-    last: Array  # f32[B V], the logits of each prompt's last token
+    last_logits: Array  # f32[B V], the logits of each prompt's last token
     ids: Sequence[Sequence[int]] | None = None  # of the prompts, where they are known
     weights: str = ""  # fingerprint of the model when it ran the prompts; empty: made from the model
 
@@ -94,7 +94,7 @@ class FullKV:
         with timer.timed():
             layers = jax.block_until_ready(compress_prompts(prompts, lengths, calls, capacity, model.auto_mesh))
         cache = Cache(layers, lengths, capacity, plan, model.config, model.dtype.name, self.weights)
-        return Context(model, cache, self.last, method, timer.run_seconds, self.ids)
+        return Context(model, cache, self.last_logits, method, timer.run_seconds, self.ids)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +166,7 @@ def full_kv_from_context(context: Context) -> FullKV:
         assert isinstance(layer, EditableLayer)
         blocks.append(layer.decoded_block(state))
     pairs = [(block.k, block.v) for block in blocks]
-    return dataclasses.replace(full_kv_from_arrays(model, pairs, cache.length), last=context.last)
+    return dataclasses.replace(full_kv_from_arrays(model, pairs, cache.length), last_logits=context.last_logits)
 
 
 def full_kv_from_arrays(model: Model, pairs: Sequence[tuple[Array, Array]], lengths: Array) -> FullKV:

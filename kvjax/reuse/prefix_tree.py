@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvjax.cache.protocol import KVMethod
-from kvjax.generation.context import ROOM_TOKENS, Context, read
+from kvjax.generation.context import DEFAULT_HEADROOM_TOKENS, Context, read
 from kvjax.generation.inputs import Prompts, token_ids
 from kvjax.generation.model_calls import model_for
 from kvjax.models.model import Model
@@ -42,7 +42,7 @@ def read_batch(
     *,
     prefix: str | KVMethod = "full",
     least: int = 16,
-    room: int | None = None,
+    headroom: int | None = None,
 ) -> Context:
     """Reads prompts as one batch, in which prefixes that several of them share are read and stored once.
 
@@ -52,7 +52,7 @@ def read_batch(
       method: of each prompt's own tokens.
       prefix: method of the shared prefixes.
       least: the fewest tokens of a prefix that is shared.
-      room: tokens per sequence that may follow; 512 by default.
+      headroom: tokens per sequence that may follow; 512 by default.
 
     Returns:
       The context; without a shared prefix, that of `kvjax.read`.
@@ -61,16 +61,20 @@ def read_batch(
     ids = token_ids(model, prompts, begins=True)
     groups = [g for g in group_by_prefix(ids) if g.length >= least and len(g.rows) > 1]
     if not groups:
-        return read(model, ids, method, room=room)
+        return read(model, ids, method, headroom=headroom)
     of, before = [-1] * len(ids), [0] * len(ids)
     for index, group in enumerate(groups):
         for row in group.rows:
             of[row], before[row] = index, group.length
     longest = max(map(len, ids))
-    chosen = model_for(model, ids, longest if room is None else longest + arguments.integer("room", room, 0))
-    prefixes = read(chosen, [ids[g.rows[0]][: g.length] for g in groups], prefix, room=0)
+    chosen = model_for(
+        model, ids, longest if headroom is None else longest + arguments.integer("headroom", headroom, 0)
+    )
+    prefixes = read(chosen, [ids[g.rows[0]][: g.length] for g in groups], prefix, headroom=0)
     own_ids = [row[n:] for row, n in zip(ids, before, strict=True)]
-    context = prefixes.extend_prefix(own_ids, method, of=of, room=ROOM_TOKENS if room is None else room)
+    context = prefixes.extend_prefix(
+        own_ids, method, of=of, headroom=DEFAULT_HEADROOM_TOKENS if headroom is None else headroom
+    )
     return dataclasses.replace(context, model=model)
 
 

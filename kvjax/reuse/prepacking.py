@@ -23,7 +23,7 @@ from kvjax.engine.forward import embed_at, layer_calls, outer_params, run_layers
 from kvjax.engine.layer_prompt import LayerCall, LayerInputs, LayerPrompt, prompt_of_inputs
 from kvjax.engine.modes import ForwardMode, attend_all
 from kvjax.errors import KvjaxError
-from kvjax.generation.context import ROOM_TOKENS, Context
+from kvjax.generation.context import DEFAULT_HEADROOM_TOKENS, Context
 from kvjax.generation.finite import check_logits
 from kvjax.generation.inputs import Prompts, round_up, token_ids
 from kvjax.generation.model_calls import capacity_for, model_for
@@ -40,7 +40,7 @@ def read_packed(
     documents: Prompts,
     method: str | KVMethod,
     *,
-    room: int | None = None,
+    headroom: int | None = None,
     capacity: int | None = None,
     width: int | None = None,
 ) -> Context:
@@ -52,15 +52,15 @@ def read_packed(
       model: from `kvjax.load`, on one device.
       documents: texts, or lists of ids.
       method: a method or its string.
-      room: tokens per document that may follow; 512 by default.
-      capacity: tokens that a document may grow to, in place of `room`.
+      headroom: tokens per document that may follow; 512 by default.
+      capacity: tokens that a document may grow to, in place of `headroom`.
       width: tokens of a packed sequence; by default those of the longest document.
     """
     ids = token_ids(model, documents, begins=True)
     longest = max(map(len, ids))
-    if capacity is None and room is not None:
-        capacity = longest + arguments.integer("room", room, 0)
-    rounded = capacity_for(ids, longest + ROOM_TOKENS if capacity is None else capacity, 0)
+    if capacity is None and headroom is not None:
+        capacity = longest + arguments.integer("headroom", headroom, 0)
+    rounded = capacity_for(ids, longest + DEFAULT_HEADROOM_TOKENS if capacity is None else capacity, 0)
     return pack_exactly(model_for(model, ids, capacity or 0), ids, width).compress(method, rounded)
 
 

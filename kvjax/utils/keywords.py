@@ -40,7 +40,7 @@ MEANT = {
     "cache": "past_key_values kv_cache past",
     "capacity": "max_cache_len max_seq_len max_model_len max_len",
     "method": "press cache_implementation kv_cache_method compression",
-    "room": "headroom_tokens headroom max_new_tokens max_tokens",
+    "headroom": "room headroom_tokens max_new_tokens max_tokens",
     "dtype": "torch_dtype precision",
     "path": "name model model_id model_path model_name pretrained_model_name_or_path directory",
 }

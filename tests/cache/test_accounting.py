@@ -111,7 +111,7 @@ def test_decoded_tokens_are_held_and_no_longer_reserved(method):
 
 
 def test_a_prefix_that_sequences_share_is_held_once():
-    shared = kvjax.read(MODEL, PROMPTS[:1], "full", room=0).extend_prefix([[1, 2, 3]] * 4, room=8)
+    shared = kvjax.read(MODEL, PROMPTS[:1], "full", headroom=0).extend_prefix([[1, 2, 3]] * 4, headroom=8)
     measured = shared.bytes
     alone = prefill_bytes(PROMPTS[:1], "full", 128)
     assert measured.full == full_bytes(MODEL.config, [73] * 4, "float32")
@@ -141,7 +141,7 @@ def test_a_configuration_alone_is_asked_for_its_dtype():
 
 def test_a_cache_that_was_used_up_has_no_bytes():
     context = kvjax.read(MODEL, PROMPTS[:1], "full")
-    context.start(max_new_tokens=4, use_up=True).finish(4)
+    context.start(max_new_tokens=4, donate=True).finish(4)
     with pytest.raises(KvjaxError, match="used up"):
         kvjax.state_bytes(context.cache)
 

@@ -247,11 +247,13 @@ def test_a_decode_loop_writes_a_ring_in_place_and_is_the_exact_forward_pass():
 def test_saved_taken_and_joined_rings_go_on_as_before(tmp_path, method):
     context = kvjax.read(model(), PROMPTS, method, capacity=64)
     more = [[3, 4], [5], [6, 7, 8]]
-    expected = context.feed(more).last
+    expected = context.feed(more).last_logits
     resumed = kvjax.resume(model(), context.save(tmp_path / "rings"))
-    np.testing.assert_array_equal(resumed.feed(more).last, expected)
+    np.testing.assert_array_equal(resumed.feed(more).last_logits, expected)
     joined = context.take([2]).join(context.take([0, 1]))
-    np.testing.assert_allclose(joined.feed([more[2], more[0], more[1]]).last, expected[np.array([2, 0, 1])], atol=1e-5)
+    np.testing.assert_allclose(
+        joined.feed([more[2], more[0], more[1]]).last_logits, expected[np.array([2, 0, 1])], atol=1e-5
+    )
 
 
 def test_pairs_of_layers_need_neighbors_without_a_window():

@@ -195,7 +195,9 @@ def test_a_cache_of_another_dtype_is_refused(model, method):
 
 
 def test_a_shared_cache_of_another_dtype_is_refused(model):
-    shared = [kvjax.read(m, [[1, 2]], "full").extend_prefix([[3], [4]], "int4", room=8).cache for m in (model, HALF)]
+    shared = [
+        kvjax.read(m, [[1, 2]], "full").extend_prefix([[3], [4]], "int4", headroom=8).cache for m in (model, HALF)
+    ]
     assert check_cache(model, shared[0]) is shared[0] and check_cache(HALF, shared[1]) is shared[1]
     with pytest.raises(KvjaxError, match="filled by a model in float32 and this one is in bfloat16"):
         check_cache(HALF, shared[0])

@@ -217,7 +217,7 @@ def test_c9_a_model_on_a_mesh_goes_on_as_on_one_device(method, tmp_path):
         kvjax.generate(make_model(shape), PROMPTS, method, max_new_tokens=4, eos_ids=()) for shape in (None, (2, 2))
     )
     assert four.tokens == one.tokens and four.bytes == one.bytes
-    read = kvjax.read(make_model((2, 2)), PROMPTS, method, room=4)
+    read = kvjax.read(make_model((2, 2)), PROMPTS, method, headroom=4)
     resumed = kvjax.resume(read.model, read.save(tmp_path / "context"), method)
     for context in (read, resumed):
         for x in jax.tree.leaves(context.cache.layers):

@@ -155,7 +155,7 @@ def test_while_loops_keep_host_memory_too():
 def test_the_compiled_decode_step_keeps_host_values_in_place(method, dtype):
     model = kvjax.random_model(toy_model().config, dtype=dtype)
     context = kvjax.read(model, [[1, 2, 3], [4]], method, capacity=640)
-    session = context.start(max_new_tokens=4, eos_ids=(), use_up=True)
+    session = context.start(max_new_tokens=4, eos_ids=(), donate=True)
     host_arrays = [x for x in jax.tree.leaves(session.cache) if memory.is_host(x)]
     assert len(host_arrays) == (2 * 3 if method == "offload" else 2)
     if method != "offload":  # `offload` brings whole buffers back by design

@@ -238,7 +238,7 @@ def model():
 
 def sampling_calls(model):
     """The calls that draw tokens, as functions of the sampling keywords."""
-    context = kvjax.read(model, ["a b", "c"], "full", room=16)
+    context = kvjax.read(model, ["a b", "c"], "full", headroom=16)
     more = {"max_new_tokens": 4, "eos_ids": ()}
     draft = {"draft": "full", "num_draft_tokens": 1}
     return {

@@ -106,28 +106,31 @@ def test_a_long_prompts_last_layer_computes_few_outputs():
 def test_packed_and_recomputed_prompts_count_the_sinks():
     model, texts = sink_model(), [TEXT[:6], TEXT[6:13], TEXT[13:]]
     packed = read_packed(model, texts, "full", width=16)
-    for last, text in zip(packed.last, texts, strict=True):
+    for last, text in zip(packed.last_logits, texts, strict=True):
         np.testing.assert_allclose(last, exact(model, text)[-1], atol=1e-5)
     blended = blend(read_exactly(model, texts[:2]), [[1, 0]], [texts[2]], ratio=1.0)
-    np.testing.assert_allclose(blended.last[0], exact(model, [*texts[1], *texts[0], *texts[2]])[-1], atol=1e-5)
+    np.testing.assert_allclose(blended.last_logits[0], exact(model, [*texts[1], *texts[0], *texts[2]])[-1], atol=1e-5)
 
 
 def test_a_prompt_that_was_read_once_is_scored_with_its_sinks():
     """Whether a method reads the prompt or gets the keys, values and queries of it, it keeps the same tokens."""
     model, method = sink_model(), "turned_queries:budget=6,sinks=0,level=layer,page=1"
-    read, given = kvjax.read(model, [TEXT], method, room=3), read_exactly(model, [TEXT]).compress(method, len(TEXT) + 3)
+    read, given = (
+        kvjax.read(model, [TEXT], method, headroom=3),
+        read_exactly(model, [TEXT]).compress(method, len(TEXT) + 3),
+    )
     kept = [[sorted(head.tolist()) for head in layer[0]] for layer in read.kept_positions()]
     assert kept == [[sorted(head.tolist()) for head in layer[0]] for layer in given.kept_positions()]
 
 
 def test_a_shared_prefix_and_its_documents_count_the_sinks_once():
     model, documents = sink_model(), [TEXT[8:14], TEXT[3:5]]
-    shared = kvjax.read(model, [TEXT[:8]], "full", room=0).extend_prefix(documents, "full", room=8)
+    shared = kvjax.read(model, [TEXT[:8]], "full", headroom=0).extend_prefix(documents, "full", headroom=8)
     fed = shared.feed([TEXT[14:16]] * 2)
     for b, document in enumerate(documents):
         expected = exact(model, [*TEXT[:8], *document, *TEXT[14:16]])
-        np.testing.assert_allclose(shared.last[b], expected[-3], atol=1e-5)
-        np.testing.assert_allclose(fed.last[b], expected[-1], atol=1e-5)
+        np.testing.assert_allclose(shared.last_logits[b], expected[-3], atol=1e-5)
+        np.testing.assert_allclose(fed.last_logits[b], expected[-1], atol=1e-5)
 
 
 def test_four_devices_divide_the_sinks_by_heads():
@@ -136,8 +139,9 @@ def test_four_devices_divide_the_sinks_by_heads():
         model, params=jax.device_put(model.params, param_shardings(model.config, mesh)), mesh=mesh
     )
     one, four = (
-        kvjax.read(m, [TEXT[:12], TEXT[5:12]], "h2o:heavy=4,recent=4", room=8).feed([[3], [4]]) for m in (model, spread)
+        kvjax.read(m, [TEXT[:12], TEXT[5:12]], "h2o:heavy=4,recent=4", headroom=8).feed([[3], [4]])
+        for m in (model, spread)
     )
-    np.testing.assert_allclose(four.last, one.last, atol=1e-5)
+    np.testing.assert_allclose(four.last_logits, one.last_logits, atol=1e-5)
     scores = [[np.asarray(layer.policy_state) for layer in context.cache.layers] for context in (four, one)]
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), *scores)

@@ -62,7 +62,7 @@ def by_name(exploration):
 
 def caches(model, method, exploration):
     """The caches of a method that nobody watches, after the prompt and after each token of the answer."""
-    context = kvjax.read(model, [PROMPT], method, room=STEPS)
+    context = kvjax.read(model, [PROMPT], method, headroom=STEPS)
     yield context
     for token in exploration.answer:
         context = context.feed([[token]], decoded=True)

@@ -34,7 +34,7 @@ def model(make=sentencepiece, template="<s> $A </s>"):
 
 @functools.cache
 def context():
-    return kvjax.read(model(), PROMPT, "full", room=40)
+    return kvjax.read(model(), PROMPT, "full", headroom=40)
 
 
 def lengths(x):
@@ -48,8 +48,8 @@ def ids(text):
 def test_a_text_that_is_fed_has_no_bos():
     assert lengths(context()) == [5]  # <s> and four words; the template's </s> is none of a prompt
     assert lengths(context().feed([MORE])) == [7]
-    by_ids = kvjax.read(model(), [ids(PROMPT + MORE)], "full", room=40)
-    np.testing.assert_allclose(context().feed(MORE).last, by_ids.last, atol=1e-5)
+    by_ids = kvjax.read(model(), [ids(PROMPT + MORE)], "full", headroom=40)
+    np.testing.assert_allclose(context().feed(MORE).last_logits, by_ids.last_logits, atol=1e-5)
 
 
 def test_scores_are_of_the_continuation_alone():
@@ -81,7 +81,7 @@ def test_a_document_after_a_shared_prefix_continues_it_and_one_after_none_begins
 
 
 def test_a_text_after_an_empty_sequence_begins_it():
-    both = kvjax.read(model(), [PROMPT, PROMPT], "full", room=40).crop([0, 5])
+    both = kvjax.read(model(), [PROMPT, PROMPT], "full", headroom=40).crop([0, 5])
     assert are_empty(both.cache) == [True, False]
     assert lengths(both.feed([PROMPT, MORE])) == [5, 7]
 
@@ -99,14 +99,14 @@ def test_chunks_are_joined_under_one_bos():
         words = [("the capital of", "of France is")[i] for i in order]
         assert text.lengths.tolist() == [9]
         right = kvjax.logits(model(), " ".join(words) + MORE)[0, -1]
-        np.testing.assert_allclose(text.last[0], right, atol=1e-4)
+        np.testing.assert_allclose(text.last_logits[0], right, atol=1e-4)
 
 
 def test_a_chunk_that_follows_others_only_is_read_as_a_continuation():
     chunks = kvjax.reuse.read_exactly(model(), ["the capital", " of France"], begins=[True, False])
     assert [*chunks.ids[0], *chunks.ids[1]] == ids(PROMPT)
     text = kvjax.reuse.blend(chunks, [[0, 1]], [MORE], ratio=1.0, layer=0)
-    np.testing.assert_allclose(text.last[0], kvjax.logits(model(), PROMPT + MORE)[0, -1], atol=1e-4)
+    np.testing.assert_allclose(text.last_logits[0], kvjax.logits(model(), PROMPT + MORE)[0, -1], atol=1e-4)
     with pytest.raises(KvjaxError, match="begins has 1 values for 2 documents"):
         kvjax.reuse.read_exactly(model(), ["the", "of"], begins=[True])
 
@@ -116,7 +116,9 @@ def test_chunks_of_a_prompt_take_its_bos_along_to_the_front_alone():
     chunks = kvjax.reuse.cut(read, [[3, 2]])  # <s> the capital, of France
     text = chunks.reuse([[1, 0]], [MORE], alpha=100.0)
     assert text.lengths.tolist() == [7]
-    np.testing.assert_allclose(text.last[0], kvjax.logits(model(), "of France the capital" + MORE)[0, -1], atol=1e-4)
+    np.testing.assert_allclose(
+        text.last_logits[0], kvjax.logits(model(), "of France the capital" + MORE)[0, -1], atol=1e-4
+    )
 
 
 def test_documents_that_a_text_is_split_into_begin_each():
@@ -284,4 +286,4 @@ def test_a_conversation_is_read_alike_as_text_and_as_ids():
     messages = [[{"role": "user", "content": text}] for text in ("the capital", " of", "<s>is")]
     by_text, by_ids = (kvjax.read(m, x(messages), "full") for x in (m.chat_texts, m.chat_ids))
     assert by_text.ids == by_ids.ids and [row[0] for row in by_ids.ids] == [BOS] * 3
-    np.testing.assert_array_equal(by_text.last, by_ids.last)
+    np.testing.assert_array_equal(by_text.last_logits, by_ids.last_logits)

@@ -26,14 +26,14 @@ EDITED = [d[:a] + n + d[b:] for d, a, b, n in zip(DOCUMENTS, START, STOP, NEW, s
 )
 def test_one_layer_knows_no_difference(method, atol):
     """Keys and values of the first layer depend on the token and its position alone: an edit equals reading anew."""
-    edited = kvjax.read(ONE, DOCUMENTS, method, room=40).edit(START, STOP, NEW)
+    edited = kvjax.read(ONE, DOCUMENTS, method, headroom=40).edit(START, STOP, NEW)
     anew = kvjax.read(ONE, EDITED, method, capacity=edited.cache.capacity)
-    np.testing.assert_allclose(edited.feed(QUESTIONS).last, anew.feed(QUESTIONS).last, atol=atol)
+    np.testing.assert_allclose(edited.feed(QUESTIONS).last_logits, anew.feed(QUESTIONS).last_logits, atol=atol)
     assert edited.bytes == anew.bytes and edited.cache.length.tolist() == [len(d) for d in EDITED]
 
 
 def test_later_keys_are_turned_and_later_values_stay():
-    before = kvjax.read(TWO, DOCUMENTS, "full + in_windows", room=40)
+    before = kvjax.read(TWO, DOCUMENTS, "full + in_windows", headroom=40)
     after = before.edit(START, STOP, NEW)
     rope = TWO.config.kind(0).attention.rope
     for i in range(2):
@@ -49,27 +49,29 @@ def test_later_keys_are_turned_and_later_values_stay():
 
 @pytest.mark.parametrize("method", ["full", "offload"])
 def test_the_same_tokens_at_the_same_place_change_nothing(method):
-    context = kvjax.read(TWO, DOCUMENTS, f"{method} + in_windows", room=40)
+    context = kvjax.read(TWO, DOCUMENTS, f"{method} + in_windows", headroom=40)
     replaced_tokens = [d[a:b] for d, a, b in zip(DOCUMENTS, START, STOP, strict=True)]
     edited = context.edit(START, STOP, replaced_tokens)
-    np.testing.assert_allclose(edited.feed(QUESTIONS).last, context.feed(QUESTIONS).last, atol=1e-5)
+    np.testing.assert_allclose(edited.feed(QUESTIONS).last_logits, context.feed(QUESTIONS).last_logits, atol=1e-5)
 
 
 def test_an_edit_at_the_end_is_a_crop_and_a_feed():
-    context = kvjax.read(TWO, DOCUMENTS, "full + in_windows", room=40)
+    context = kvjax.read(TWO, DOCUMENTS, "full + in_windows", headroom=40)
     ends = [len(d) for d in DOCUMENTS]
     edited = context.edit(ends, ends, QUESTIONS).feed(QUESTIONS)
-    np.testing.assert_allclose(edited.last, context.feed(QUESTIONS).feed(QUESTIONS).last, atol=1e-5)
+    np.testing.assert_allclose(edited.last_logits, context.feed(QUESTIONS).feed(QUESTIONS).last_logits, atol=1e-5)
     emptied = context.edit(4, ends, [[], [], []])
-    np.testing.assert_allclose(emptied.feed(QUESTIONS).last, context.crop(4).feed(QUESTIONS).last, atol=1e-6)
+    np.testing.assert_allclose(
+        emptied.feed(QUESTIONS).last_logits, context.crop(4).feed(QUESTIONS).last_logits, atol=1e-6
+    )
 
 
 def test_own_tokens_behind_a_shared_prefix_are_edited():
-    context = kvjax.read(ONE, DOCUMENTS[:1], "full", room=0).extend_prefix(DOCUMENTS[1:], room=40)
+    context = kvjax.read(ONE, DOCUMENTS[:1], "full", headroom=0).extend_prefix(DOCUMENTS[1:], headroom=40)
     edited = context.edit([42, 40], [50, 41], [[1], [2, 3]])
     texts = [DOCUMENTS[0] + d for d in (DOCUMENTS[1][:2] + [1] + DOCUMENTS[1][10:], [2, 3] + DOCUMENTS[2][1:])]
-    anew = kvjax.read(ONE, texts, "full", room=40)
-    np.testing.assert_allclose(edited.feed(QUESTIONS[1:]).last, anew.feed(QUESTIONS[1:]).last, atol=2e-5)
+    anew = kvjax.read(ONE, texts, "full", headroom=40)
+    np.testing.assert_allclose(edited.feed(QUESTIONS[1:]).last_logits, anew.feed(QUESTIONS[1:]).last_logits, atol=2e-5)
     with pytest.raises(IncompatibleMethod, match="in a shared prefix"):
         context.edit(39, 40, [[1], [1]])
 
@@ -84,7 +86,7 @@ def test_own_tokens_behind_a_shared_prefix_are_edited():
 )
 def test_a_method_that_cannot_be_edited_says_so(method, says):
     with pytest.raises(IncompatibleMethod, match=says):
-        kvjax.read(TWO, DOCUMENTS, f"{method} + in_windows", room=40).edit(1, 2, [[5]] * 3)
+        kvjax.read(TWO, DOCUMENTS, f"{method} + in_windows", headroom=40).edit(1, 2, [[5]] * 3)
 
 
 @pytest.mark.parametrize(

@@ -53,38 +53,43 @@ def test_the_micro_example():
 def test_shared_is_repeated(prefix, own):
     """These methods keep every token exactly, except that `int8` rounds."""
     prefix, own = f"{prefix} + in_windows", f"{own} + in_windows"
-    shared = kvjax.read(MODEL, PREFIX, prefix, room=0).extend_prefix(DOCUMENTS, own, room=40)
-    repeated = kvjax.read(MODEL, WHOLE, "full", room=40)
+    shared = kvjax.read(MODEL, PREFIX, prefix, headroom=0).extend_prefix(DOCUMENTS, own, headroom=40)
+    repeated = kvjax.read(MODEL, WHOLE, "full", headroom=40)
     tolerance = {"atol": 0.02 if "int8" in own else 2e-5}
-    np.testing.assert_allclose(shared.last, repeated.last, **tolerance)
-    np.testing.assert_allclose(shared.feed(QUESTIONS).last, repeated.feed(QUESTIONS).last, **tolerance)
+    np.testing.assert_allclose(shared.last_logits, repeated.last_logits, **tolerance)
+    np.testing.assert_allclose(shared.feed(QUESTIONS).last_logits, repeated.feed(QUESTIONS).last_logits, **tolerance)
     assert shared.cache.length.tolist() == [len(text) for text in WHOLE]
     positions = shared.kept_positions()[0]
     assert [[len(head) for head in sequence] for sequence in positions] == [[len(text)] * 2 for text in WHOLE]
 
 
 def test_the_prefix_is_held_once():
-    shared = kvjax.read(MODEL, [[7] * 1000], "full", room=0).extend_prefix([[1]] * 8, room=16)
+    shared = kvjax.read(MODEL, [[7] * 1000], "full", headroom=0).extend_prefix([[1]] * 8, headroom=16)
     per_token = 2 * 2 * 8 * 4  # keys and values, heads, numbers, bytes
     assert shared.bytes.total["device"] < (1024 + 8 * 100) * per_token < 8 * 1000 * per_token
 
 
 def test_a_method_chooses_among_a_rows_own_tokens():
     """A sequence keeps 4 of its own tokens under snapkv, and the whole prefix, whatever the batch is."""
-    prefix = kvjax.read(MODEL, PREFIX, "int4 + in_windows", room=0)
-    together = prefix.extend_prefix(DOCUMENTS, "snapkv:budget=4,window=2 + in_windows", room=40)
+    prefix = kvjax.read(MODEL, PREFIX, "int4 + in_windows", headroom=0)
+    together = prefix.extend_prefix(DOCUMENTS, "snapkv:budget=4,window=2 + in_windows", headroom=40)
     positions = together.kept_positions()[0]
     assert [[len(head) for head in sequence] for sequence in positions] == [[30 + n] * 2 for n in (4, 1, 4)]
     assert all((head[:30] == np.arange(30)).all() for sequence in positions for head in sequence)
-    alone = prefix.extend_prefix(DOCUMENTS[2:], "snapkv:budget=4,window=2 + in_windows", room=40)
-    np.testing.assert_allclose(together.feed(QUESTIONS).last[2], alone.feed(QUESTIONS[2:]).last[0], atol=1e-5)
+    alone = prefix.extend_prefix(DOCUMENTS[2:], "snapkv:budget=4,window=2 + in_windows", headroom=40)
+    np.testing.assert_allclose(
+        together.feed(QUESTIONS).last_logits[2], alone.feed(QUESTIONS[2:]).last_logits[0], atol=1e-5
+    )
 
 
 def test_a_policy_weighs_a_rows_tokens_as_in_the_whole_text():
     """The scores of H2O, sums of the attention that a token gets from later ones, contain what the prefix takes."""
     method = "h2o:heavy=60,recent=60 + in_windows"
-    shared = kvjax.read(MODEL, PREFIX, "full", room=0).extend_prefix(DOCUMENTS, method, room=40).feed(QUESTIONS)
-    own, whole = shared.cache.layers[0].own, kvjax.read(MODEL, WHOLE, method, room=40).feed(QUESTIONS).cache.layers[0]
+    shared = kvjax.read(MODEL, PREFIX, "full", headroom=0).extend_prefix(DOCUMENTS, method, headroom=40).feed(QUESTIONS)
+    own, whole = (
+        shared.cache.layers[0].own,
+        kvjax.read(MODEL, WHOLE, method, headroom=40).feed(QUESTIONS).cache.layers[0],
+    )
     for b, (document, question) in enumerate(zip(DOCUMENTS, QUESTIONS, strict=True)):
         for head in range(2):
             by_position = []
@@ -99,41 +104,41 @@ def test_a_policy_weighs_a_rows_tokens_as_in_the_whole_text():
 def test_levels_nest_and_rows_follow_several_prefixes(tmp_path):
     """The tree has a root, two branches that extend it, and four leaves: three extend a branch, one stands alone."""
     branches, leaves = random_texts(5, 8), random_texts(4, 1, 6, 3)
-    root = kvjax.read(MODEL, PREFIX, "full", room=0)
-    tree = root.extend_prefix(branches, room=0).extend_prefix(leaves, of=[1, 0, 1, -1], room=40)
+    root = kvjax.read(MODEL, PREFIX, "full", headroom=0)
+    tree = root.extend_prefix(branches, headroom=0).extend_prefix(leaves, of=[1, 0, 1, -1], headroom=40)
     texts = [PREFIX[0] + branches[p] + d for p, d in zip((1, 0, 1), leaves, strict=False)] + leaves[3:]
-    repeated = kvjax.read(MODEL, texts, "full", room=40)
+    repeated = kvjax.read(MODEL, texts, "full", headroom=40)
     more = random_texts(2, 3, 1, 5)
-    np.testing.assert_allclose(tree.feed(more).last, repeated.feed(more).last, atol=2e-5)
-    taken, expected = (context.take([3, 0]).feed(more[:2]).last for context in (tree, repeated))
+    np.testing.assert_allclose(tree.feed(more).last_logits, repeated.feed(more).last_logits, atol=2e-5)
+    taken, expected = (context.take([3, 0]).feed(more[:2]).last_logits for context in (tree, repeated))
     np.testing.assert_allclose(taken, expected, atol=2e-5)
     cropped = tree.feed(more).crop([len(t) for t in texts])
-    np.testing.assert_allclose(cropped.feed(more).last, repeated.feed(more).last, atol=2e-5)
+    np.testing.assert_allclose(cropped.feed(more).last_logits, repeated.feed(more).last_logits, atol=2e-5)
     resumed = kvjax.resume(MODEL, tree.save(tmp_path / "tree"), tree.method)
     assert jax.tree.structure(resumed.cache) == jax.tree.structure(tree.cache)
     assert resumed.ask(more, max_new_tokens=3).tokens == tree.ask(more, max_new_tokens=3).tokens
 
 
 def test_rows_behind_one_prefix_branch_and_join():
-    shared = kvjax.read(MODEL, PREFIX, "full", room=0).extend_prefix(DOCUMENTS, room=40)
+    shared = kvjax.read(MODEL, PREFIX, "full", headroom=0).extend_prefix(DOCUMENTS, headroom=40)
     branched = shared.fork(2)
-    np.testing.assert_array_equal(branched.last[::2], shared.last)
+    np.testing.assert_array_equal(branched.last_logits[::2], shared.last_logits)
     assert branched.bytes.total["device"] < 2 * shared.bytes.total["device"]
     joined = shared.feed(QUESTIONS).join(shared.feed(QUESTIONS).take([1]))
-    answers = joined.feed([*QUESTIONS, QUESTIONS[1]]).last
+    answers = joined.feed([*QUESTIONS, QUESTIONS[1]]).last_logits
     np.testing.assert_allclose(answers[3], answers[1], atol=1e-6)
     with pytest.raises(IncompatibleMethod, match="last 13 tokens, 12 at most.*or in a shared prefix"):
         shared.crop([29, 31, 31])
-    other = kvjax.read(MODEL, random_texts(30), "full", room=0).extend_prefix(DOCUMENTS, room=40)
+    other = kvjax.read(MODEL, random_texts(30), "full", headroom=0).extend_prefix(DOCUMENTS, headroom=40)
     with pytest.raises(KvjaxError, match="shared prefixes that are not the same one"):
         shared.join(other)
 
 
 def test_a_guessing_method_works_behind_a_prefix():
-    shared = kvjax.read(MODEL, PREFIX, "full", room=0).extend_prefix(
-        DOCUMENTS, "specache:group=8,residual=8,topk=99", room=40
+    shared = kvjax.read(MODEL, PREFIX, "full", headroom=0).extend_prefix(
+        DOCUMENTS, "specache:group=8,residual=8,topk=99", headroom=40
     )
-    repeated = kvjax.read(MODEL, WHOLE, "full", room=40)
+    repeated = kvjax.read(MODEL, WHOLE, "full", headroom=40)
     tokens, expected = (c.generate(max_new_tokens=6, eos_ids=()).tokens for c in (shared, repeated))
     assert tokens == expected
 
@@ -144,12 +149,14 @@ def test_a_mesh_shares_one_prefix():
     params = jax.device_put(model.params, param_shardings(model.config, mesh))
     spread = dataclasses.replace(model, params=params, mesh=mesh)
     texts = [[5, 6], [7, 8, 9]]
-    one = kvjax.read(model, [list(range(20))], "offload", room=0).extend_prefix(texts, "full", room=8)
-    four = kvjax.read(spread, [list(range(20))] * 2, "offload", room=0).extend_prefix(texts, "full", of=[0, 0], room=8)
-    np.testing.assert_allclose(four.feed(texts).last, one.feed(texts).last, atol=1e-5)
+    one = kvjax.read(model, [list(range(20))], "offload", headroom=0).extend_prefix(texts, "full", headroom=8)
+    four = kvjax.read(spread, [list(range(20))] * 2, "offload", headroom=0).extend_prefix(
+        texts, "full", of=[0, 0], headroom=8
+    )
+    np.testing.assert_allclose(four.feed(texts).last_logits, one.feed(texts).last_logits, atol=1e-5)
     assert four.bytes == one.bytes
     with pytest.raises(KvjaxError, match="on a mesh all documents share one prefix"):
-        kvjax.read(spread, texts, "full", room=0).extend_prefix(texts, of=[0, 1])
+        kvjax.read(spread, texts, "full", headroom=0).extend_prefix(texts, of=[0, 1])
 
 
 @pytest.mark.parametrize(
@@ -165,11 +172,11 @@ def test_a_mesh_shares_one_prefix():
 )
 def test_what_cannot_share_says_so(prefix, own, says):
     with pytest.raises(IncompatibleMethod, match=says):
-        kvjax.read(MODEL, PREFIX, f"{prefix} + in_windows", room=0).extend_prefix(DOCUMENTS, f"{own} + in_windows")
+        kvjax.read(MODEL, PREFIX, f"{prefix} + in_windows", headroom=0).extend_prefix(DOCUMENTS, f"{own} + in_windows")
 
 
 def test_bad_input_is_named():
-    context = kvjax.read(MODEL, DOCUMENTS, "full", room=0)
+    context = kvjax.read(MODEL, DOCUMENTS, "full", headroom=0)
     for of, says in (
         (None, "names one of the sequences 0..2 of the context for each of 2 .* got None"),
         ([0], "names one of the sequences 0..2 of the context for each of 2"),

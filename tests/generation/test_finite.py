@@ -130,13 +130,13 @@ EXTEND_CALLS = {
 
 @pytest.mark.parametrize("name", EXTEND_CALLS)
 def test_every_call_with_a_cache_raises(name):
-    context = kvjax.read(AT_TOKEN, PROMPTS, "full", room=32)
+    context = kvjax.read(AT_TOKEN, PROMPTS, "full", headroom=32)
     with pytest.raises(KvjaxError, match="are not finite: float16 cannot hold .*; load the model"):
         EXTEND_CALLS[name](context)
 
 
 def test_the_sequence_and_the_token_after_a_cache_are_named():
-    context = kvjax.read(AT_TOKEN, PROMPTS, "int4", room=32)
+    context = kvjax.read(AT_TOKEN, PROMPTS, "int4", headroom=32)
     with pytest.raises(KvjaxError, match="after the tokens fed to sequence 1 are not finite"):
         context.feed(FED)
     with pytest.raises(KvjaxError, match="sequence 1, token 1 of 3 are not finite"):
@@ -147,7 +147,7 @@ def test_padding_and_tokens_that_nobody_reads_may_be_anything():
     """Padding is token 0, and so is what is fed where a continuation of one token has nothing to feed."""
     model = bad_at_a_token(token=0)
     assert np.isfinite(kvjax.logits(model, PROMPTS)[0]).all()
-    context = kvjax.read(model, PROMPTS, "full", room=32)
+    context = kvjax.read(model, PROMPTS, "full", headroom=32)
     context.feed([[7, 8, 9], [1]])
     for scores in (context.score([[7, 8, 9], [3]]), context.score([[0], [0]]), context.score([[7, 0], [0]])):
         assert all(np.isfinite(logp).all() for logp, _ in scores)
@@ -179,7 +179,7 @@ def test_every_loop_raises_at_the_step(loop, temperature):
     assert kvjax.generate(model, PROMPTS, "full", max_new_tokens=4, **options).tokens == [x[:4] for x in tokens]
     with pytest.raises(KvjaxError, match=says):
         kvjax.generate(model, PROMPTS, "full", max_new_tokens=9, **options)
-    context = kvjax.read(model, [p[:-1] for p in PROMPTS], "full", room=32)
+    context = kvjax.read(model, [p[:-1] for p in PROMPTS], "full", headroom=32)
     last = [p[-1:] for p in PROMPTS]
     with pytest.raises(KvjaxError, match=says):
         context.ask(last, max_new_tokens=9, **options)
@@ -217,8 +217,8 @@ def test_speculation_raises_for_the_verifier_and_for_the_draft():
 
 
 def test_a_context_that_was_saved_or_made_with_such_logits_answers_nothing(tmp_path):
-    context = kvjax.read(SOUND, IDS, "full", room=16)
-    context = dataclasses.replace(context, last=context.last.at[1, 3].set(jnp.nan))
+    context = kvjax.read(SOUND, IDS, "full", headroom=16)
+    context = dataclasses.replace(context, last_logits=context.last_logits.at[1, 3].set(jnp.nan))
     for each in (context, kvjax.resume(SOUND, context.save(tmp_path / "file")), context.take([1, 1])):
         with pytest.raises(KvjaxError, match="new tokens of sequence [01] are not finite"):
             each.generate(max_new_tokens=2)
@@ -272,7 +272,7 @@ def test_two_devices_say_the_same():
     )
     with pytest.raises(KvjaxError, match="after prompt 0 are not finite"):
         kvjax.generate(model, [[1, BAD_TOKEN]], "full", max_new_tokens=2)
-    context = kvjax.read(model, [[1, 2]], "full", room=16)
+    context = kvjax.read(model, [[1, 2]], "full", headroom=16)
     with pytest.raises(KvjaxError, match="after the tokens fed to sequence 0 are not finite"):
         context.ask([[BAD_TOKEN]], max_new_tokens=2)
 

@@ -97,13 +97,13 @@ def test_a_row_samples_the_same_alone_and_in_company(model):
 
 def test_several_questions_draw_as_the_rows_of_a_batch(model):
     document, question = PROMPTS[0], [5, 6]
-    one, batch = (kvjax.read(model, [document] * n, "full", room=32) for n in (1, 3))
+    one, batch = (kvjax.read(model, [document] * n, "full", headroom=32) for n in (1, 3))
     options = {"max_new_tokens": 8, "seed": 3, "eos_ids": ()}
     tokens = one.ask([question] * 3, temperature=1.0, **options).tokens
     assert tokens == batch.ask([question] * 3, temperature=1.0, **options).tokens
     assert len(set(map(tuple, tokens))) == 3
     assert one.ask([question], temperature=1.0, **options).tokens == tokens[:1]
-    assert one.ask([question] * 2, temperature=1.0, first_row=1, **options).tokens == tokens[1:]
+    assert one.ask([question] * 2, temperature=1.0, first_sequence=1, **options).tokens == tokens[1:]
     assert one.ask([question] * 3, **options).tokens == batch.ask([question] * 3, **options).tokens
 
 
@@ -225,12 +225,15 @@ def test_bytes_of_the_result_are_the_states(model):
         ),
         (lambda m: kvjax.generate(m, [[1]], "full", eos_ids=("a",)), "an id in eos_ids must be an integer"),
         (lambda m: kvjax.generate(m, [[1]], "full", stop=None), "stop takes texts .* got None; .. is none"),
-        (lambda m: kvjax.read(m, [[1]], "full", room="8"), "room must be an integer from 0"),
+        (lambda m: kvjax.read(m, [[1]], "full", headroom="8"), "headroom must be an integer from 0"),
         (lambda m: kvjax.read(m, [[1]], "full").feed([[1, 2]], width=1), "width must be an integer from 2"),
         (lambda m: kvjax.read(m, [[1] * 100], "full", width=64), "width must be an integer from 100 .* got 64"),
         (lambda m: kvjax.read(m, [[1]], "full", width="64"), "width must be an integer from 1 .* got '64'"),
         (lambda m: kvjax.read(m, [[1]], "full", width=0), "width must be an integer from 1 .* got 0"),
-        (lambda m: kvjax.read(m, [[1]], "full").ask([[1]] * 2, first_row=-1), "first_row must be an integer from 0"),
+        (
+            lambda m: kvjax.read(m, [[1]], "full").ask([[1]] * 2, first_sequence=-1),
+            "first_sequence must be an integer from 0",
+        ),
         (lambda m: kvjax.read(m, [[1]], "full").join(3), "joined with other contexts, got 3"),
         (
             lambda m: kvjax.load("testbed", dtype="int8"),
@@ -242,7 +245,7 @@ def test_bytes_of_the_result_are_the_states(model):
         (lambda m: kvjax.read(m, [[1]], "full").score([[1, 2]], decoded=5), "decoded is true, false, or a list"),
         (lambda m: kvjax.read(m, [[1]], "full").score([[1]], decoded=[[]]), "token of sequences of .1. tok"),
         (lambda m: kvjax.read(m, [[1]], "full").edit(0, 1, 5), "one text or list of ids per sequence, empty ones"),
-        (lambda m: kvjax.reuse.read_packed(m, [[1]], "full", room="5"), "room must be an integer from 0"),
+        (lambda m: kvjax.reuse.read_packed(m, [[1]], "full", headroom="5"), "headroom must be an integer from 0"),
         (lambda m: kvjax.reuse.read_packed(m, [[1, 2]], "full", width=50.5), "width must be an integer from 2"),
         (lambda m: kvjax.reuse.read_batch(m, [[1]], least="3"), "least must be an integer from 1"),
         (lambda m: kvjax.read(m, [[1]], "full").fork(1.5), "times must be an integer from 1"),
@@ -270,9 +273,9 @@ def test_overrun_of_a_state_is_an_error_before_the_run(model):
         kvjax.extend(model, [[1] * 5], state, "full")
     with pytest.raises(KvjaxError, match="prefill with capacity=65"):
         kvjax.generate(model, [[1]], "full", max_new_tokens=4, cache=state)
-    context = kvjax.read(model, [[1] * 60], "full", room=4)
+    context = kvjax.read(model, [[1] * 60], "full", headroom=4)
     for call in (context.feed, lambda more: context.score([more[0] + [1]])):
-        with pytest.raises(KvjaxError, match="capacity=65 or more, or read with that, or with a larger room="):
+        with pytest.raises(KvjaxError, match="capacity=65 or more, or read with that, or with a larger headroom="):
             call([[1] * 5])
     with pytest.raises(KvjaxError, match="2 texts were given for 1 sequences; give one"):
         kvjax.extend(model, [[1], [1]], state, "full")

@@ -67,7 +67,7 @@ def test_true_gives_those_of_the_tokens_alone_and_zero_the_same(model):
 
 def test_all_calls_with_a_result_have_them(model):
     options = {"max_new_tokens": 4, "eos_ids": (), "logprobs": 2}
-    context = kvjax.read(model, PROMPTS[:1], "full", room=16)
+    context = kvjax.read(model, PROMPTS[:1], "full", headroom=16)
     assert_log_probs(model, context.generate(**options), PROMPTS[:1], 2)
     asked = context.ask([[5], [6, 7]], **options)  # one after the other
     assert_log_probs(model, asked, [[*PROMPTS[0], 5], [*PROMPTS[0], 6, 7]], 2)

@@ -100,7 +100,7 @@ def test_a_text_within_the_original_context_takes_the_short_factors_and_its_cach
     assert equal(kvjax.extend(MODEL, [MORE], cache, method), kvjax.extend(SHORT, [MORE], by_choice, method))
     ours, theirs = (kvjax.read(model, [WITHIN], method) for model in (MODEL, SHORT))
     assert ours.model is MODEL and equal(ours.cache, theirs.cache)
-    assert equal(ours.feed([MORE]).last, theirs.feed([MORE]).last)
+    assert equal(ours.feed([MORE]).last_logits, theirs.feed([MORE]).last_logits)
     assert equal(ours.score([MORE]), theirs.score([MORE]))
     assert equal(kvjax.score(MODEL, [WITHIN], [MORE], method), kvjax.score(SHORT, [WITHIN], [MORE], method))
     options = {"max_new_tokens": 5, "eos_ids": (), "logprobs": 2}
@@ -132,13 +132,13 @@ def test_a_longer_text_takes_the_long_factors(method):
     "call",
     [
         lambda model: kvjax.prefill(model, [WITHIN], "full", capacity=ORIGINAL + 1)[0],
-        lambda model: kvjax.read(model, [WITHIN], "full", room=ORIGINAL).last,
-        lambda model: kvjax.read(model, [WITHIN], "full", capacity=POSITIONS).last,
+        lambda model: kvjax.read(model, [WITHIN], "full", headroom=ORIGINAL).last_logits,
+        lambda model: kvjax.read(model, [WITHIN], "full", capacity=POSITIONS).last_logits,
         lambda model: kvjax.generate(model, [WITHIN], "full", max_new_tokens=ORIGINAL, logprobs=2).logprobs,
         lambda model: kvjax.generate(model, [WITHIN], "full", max_new_tokens=2, capacity=64, logprobs=2).logprobs,
         lambda model: kvjax.prefill(model, [WITHIN, TEXT], "full")[0],
         lambda model: kvjax.score(model, [WITHIN], [TEXT], "full"),
-        lambda model: read_packed(model, [WITHIN], "full", room=ORIGINAL).last,
+        lambda model: read_packed(model, [WITHIN], "full", headroom=ORIGINAL).last_logits,
         lambda model: kvjax.speculative.speculate(model, [WITHIN], "full", max_new_tokens=ORIGINAL).tokens,
     ],
 )
@@ -151,7 +151,7 @@ def test_a_text_that_is_to_grow_beyond_takes_the_long_factors_from_its_first_tok
 
 
 def test_a_short_text_that_grows_beyond_says_so_with_the_remedy():
-    says = "beyond the 24 positions of LongRoPE's factors for short texts.*capacity= or room="
+    says = "beyond the 24 positions of LongRoPE's factors for short texts.*capacity= or headroom="
     context, beyond = kvjax.read(MODEL, [WITHIN], "full"), TEXT[14 : ORIGINAL + 1]
     for call in (
         lambda: context.feed([beyond]),
@@ -179,9 +179,9 @@ def test_speculation_exact_keys_and_packed_texts_choose_too():
     for read in (read_exactly, pack_exactly):
         ours, theirs = (read(model, [WITHIN, MORE]) for model in (MODEL, SHORT))
         assert equal(ours.prompts, theirs.prompts)
-        fed = [x.compress("kcache:n=8", 64).feed([MORE, MORE]).last for x in (ours, theirs)]
+        fed = [x.compress("kcache:n=8", 64).feed([MORE, MORE]).last_logits for x in (ours, theirs)]
         assert equal(*fed)
-    assert equal(*(kvjax.read(model, [WITHIN], "full").extend_prefix([MORE]).last for model in (MODEL, SHORT)))
+    assert equal(*(kvjax.read(model, [WITHIN], "full").extend_prefix([MORE]).last_logits for model in (MODEL, SHORT)))
 
 
 @pytest.mark.parametrize(
@@ -190,17 +190,17 @@ def test_speculation_exact_keys_and_packed_texts_choose_too():
 def test_prompts_with_a_shared_prefix_choose_by_the_longest(lengths, room, choice):
     """The prefix alone is within the original context."""
     prompts = [TEXT[:16] + [5 + i] * (n - 16) for i, n in enumerate(lengths)]
-    ours, theirs = (read_batch(model, prompts, room=room) for model in (MODEL, choice))
+    ours, theirs = (read_batch(model, prompts, headroom=room) for model in (MODEL, choice))
     assert ours.model is MODEL and ours.cache.plan[0].prefix is not None
-    assert equal((ours.last, ours.cache), (theirs.last, theirs.cache))
-    np.testing.assert_allclose(ours.last, kvjax.read(choice, prompts, "full").last, atol=1e-5)
+    assert equal((ours.last_logits, ours.cache), (theirs.last_logits, theirs.cache))
+    np.testing.assert_allclose(ours.last_logits, kvjax.read(choice, prompts, "full").last_logits, atol=1e-5)
 
 
 def test_room_for_shared_prefixes_that_reaches_beyond_takes_the_long_factors():
     prompts = [[*TEXT[:16], 5], [*TEXT[:16], 6]]
     with pytest.warns(KvjaxWarning, match="a text of 17 tokens is read with LongRoPE's factors for long texts"):
-        ours = read_batch(MODEL, prompts, room=ORIGINAL)
-    assert equal(ours.last, read_batch(LONG, prompts, room=ORIGINAL).last)
+        ours = read_batch(MODEL, prompts, headroom=ORIGINAL)
+    assert equal(ours.last_logits, read_batch(LONG, prompts, headroom=ORIGINAL).last_logits)
 
 
 def test_an_exploration_chooses_by_its_texts_and_not_by_the_rounded_capacity():
@@ -220,20 +220,26 @@ def test_chunks_that_are_put_together_beyond_say_so_with_a_remedy_that_they_can_
     with pytest.warns(KvjaxWarning, match="beyond the 24 positions.*load the model with max_positions= where a call"):
         join_chunks(MODEL)
     loaded = kvjax.load(tmp_path / "model", max_positions=POSITIONS)
-    np.testing.assert_allclose(join_chunks(loaded).last, kvjax.read(LONG, [TEXT[:28] + MORE], "full").last, atol=1e-5)
+    np.testing.assert_allclose(
+        join_chunks(loaded).last_logits, kvjax.read(LONG, [TEXT[:28] + MORE], "full").last_logits, atol=1e-5
+    )
 
 
 def test_operations_on_caches_and_files_keep_the_choice(tmp_path):
     for text, choice in ((WITHIN, SHORT), (TEXT[:30], LONG)):
         ours, theirs = (kvjax.read(model, [text], "full") for model in (MODEL, choice))
         path = ours.save(tmp_path / f"{len(text)}.npz")
-        assert equal(kvjax.resume(MODEL, path).feed([MORE]).last, theirs.feed([MORE]).last)
-        assert equal(kvjax.resume(choice, path).feed([MORE]).last, theirs.feed([MORE]).last)
-        edited = [context.edit(2, 4, [[7, 8, 9]]).feed([MORE]).last for context in (ours, theirs)]
+        assert equal(kvjax.resume(MODEL, path).feed([MORE]).last_logits, theirs.feed([MORE]).last_logits)
+        assert equal(kvjax.resume(choice, path).feed([MORE]).last_logits, theirs.feed([MORE]).last_logits)
+        edited = [context.edit(2, 4, [[7, 8, 9]]).feed([MORE]).last_logits for context in (ours, theirs)]
         assert equal(*edited)
-        assert equal(ours.crop(8).fork(2).feed([MORE] * 2).last, theirs.crop(8).fork(2).feed([MORE] * 2).last)
+        assert equal(
+            ours.crop(8).fork(2).feed([MORE] * 2).last_logits, theirs.crop(8).fork(2).feed([MORE] * 2).last_logits
+        )
         keys = kvjax.cachegen.write(tmp_path / f"{len(text)}.keys", ours)
-        fed = [kvjax.cachegen.read(model, keys).compress("full", 64).feed([MORE]).last for model in (MODEL, choice)]
+        fed = [
+            kvjax.cachegen.read(model, keys).compress("full", 64).feed([MORE]).last_logits for model in (MODEL, choice)
+        ]
         assert equal(*fed)
     with pytest.raises(KvjaxError, match="or of LongRoPE's other factors"):
         kvjax.read(MODEL, [WITHIN], "full", capacity=24).join(kvjax.read(MODEL, [TEXT[:30]], "full", capacity=64))

@@ -35,7 +35,7 @@ def host_buffers(state: Any) -> list[jax.Array]:
 )
 def test_host_buffers_stay_in_place_and_in_the_loops_format(method, tpu_code):
     model = toy_model()
-    session = kvjax.read(model, PROMPTS, method, room=16).start(max_new_tokens=9, loop="while")
+    session = kvjax.read(model, PROMPTS, method, headroom=16).start(max_new_tokens=9, loop="while")
     before = host_buffers(session.state)
     places = [x.unsafe_buffer_pointer() for x in before]
     assert before and all(x.format.layout.major_to_minor == (0, 2, 1, 3) for x in before)
@@ -52,6 +52,6 @@ def test_host_buffers_stay_in_place_and_in_the_loops_format(method, tpu_code):
 
 
 def test_other_backends_keep_all_formats():
-    session = kvjax.read(toy_model(), PROMPTS, "kcache:n=8", room=16).start(max_new_tokens=2, loop="while")
+    session = kvjax.read(toy_model(), PROMPTS, "kcache:n=8", headroom=16).start(max_new_tokens=2, loop="while")
     assert host_buffers(session.state) and memory.loop_formats(session.state) == ()
     assert memory.to_loop_formats(session.state) is session.state

@@ -110,7 +110,7 @@ def test_values_do_not_recompile_and_neutral_ones_count_nothing(model):
 
 def test_contexts_know_the_tokens_that_they_have_read(model):
     ask = {"max_new_tokens": 3, "eos_ids": (), **PENALTIES}
-    context = kvjax.read(model, [[1, 2, 3], [4]], "full", room=32)
+    context = kvjax.read(model, [[1, 2, 3], [4]], "full", headroom=32)
 
     def expected(*prompts):
         return kvjax.generate(model, list(prompts), "full", **ask).tokens
@@ -123,7 +123,7 @@ def test_contexts_know_the_tokens_that_they_have_read(model):
     assert fed.take([1, 0]).generate(**ask).tokens == whole[::-1]
     assert fed.crop([4, 1]).ask([[6], [7]], **ask).tokens == whole
     assert fed.take([0]).join(fed.take([1])).generate(**ask).tokens == whole
-    one = kvjax.read(model, [[1, 2, 3]], "full", room=32)
+    one = kvjax.read(model, [[1, 2, 3]], "full", headroom=32)
     assert one.ask([[5, 6], [7]], **ask).tokens == both
     assert one.extend_prefix([[5, 6], [7]], "full").generate(**ask).tokens == both
     exact = kvjax.reuse.read_exactly(model, [[1, 2, 3, 5, 6]]).compress("full", capacity=32)
@@ -131,7 +131,7 @@ def test_contexts_know_the_tokens_that_they_have_read(model):
 
 
 def test_where_the_prompt_is_unknown_a_repetition_penalty_is_refused_and_the_others_are_not(model, tmp_path):
-    context = kvjax.read(model, [[1, 2, 3]], "full", room=32)
+    context = kvjax.read(model, [[1, 2, 3]], "full", headroom=32)
     resumed = kvjax.resume(model, context.save(tmp_path / "context"))
     _, cache = kvjax.prefill(model, [[1, 2, 3]], "full")
     calls = [

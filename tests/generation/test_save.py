@@ -34,7 +34,7 @@ METHODS = (
 
 @pytest.mark.parametrize("method", METHODS)
 def test_it_answers_as_before(tmp_path, method):
-    context = kvjax.read(MODEL, DOCUMENTS, method, room=32)
+    context = kvjax.read(MODEL, DOCUMENTS, method, headroom=32)
     resumed = kvjax.resume(MODEL, context.save(tmp_path / "context"))
     assert jax.tree.structure(resumed.cache) == jax.tree.structure(context.cache)
     for x, y in zip(jax.tree.leaves(resumed.cache), jax.tree.leaves(context.cache), strict=True):
@@ -48,15 +48,15 @@ def test_it_answers_as_before(tmp_path, method):
 
 def test_sixteen_bits_come_back_bit_by_bit(tmp_path):
     half = kvjax.random_model(MODEL.config, dtype=jnp.bfloat16)
-    context = kvjax.read(half, DOCUMENTS, "offload", room=32).feed(QUESTIONS)
+    context = kvjax.read(half, DOCUMENTS, "offload", headroom=32).feed(QUESTIONS)
     resumed = kvjax.resume(half, context.save(tmp_path / "context"))
     for x, y in zip(jax.tree.leaves(resumed.cache), jax.tree.leaves(context.cache), strict=True):
         np.testing.assert_array_equal(x, y)
-    np.testing.assert_array_equal(resumed.last, context.last)
+    np.testing.assert_array_equal(resumed.last_logits, context.last_logits)
 
 
 def test_another_model_or_method_is_refused(tmp_path):
-    path = kvjax.read(MODEL, DOCUMENTS, "snapkv:budget=16,window=4", room=32).save(tmp_path / "context")
+    path = kvjax.read(MODEL, DOCUMENTS, "snapkv:budget=16,window=4", headroom=32).save(tmp_path / "context")
     with pytest.raises(KvjaxError, match="another configuration or dtype than random; load that model"):
         kvjax.resume(toy_model(layers=3), path)
     with pytest.raises(KvjaxError, match="other weights than random; load that model"):
@@ -68,7 +68,7 @@ def test_another_model_or_method_is_refused(tmp_path):
 
 def test_a_method_without_a_string_has_to_be_passed(tmp_path):
     own = dataclasses.replace(kvjax.methods.kcache(n=8), device_layers=2)
-    path = kvjax.read(MODEL, DOCUMENTS, own, room=32).save(tmp_path / "context")
+    path = kvjax.read(MODEL, DOCUMENTS, own, headroom=32).save(tmp_path / "context")
     with pytest.raises(KvjaxError, match=r"Method\(.*which no string makes; pass it as method="):
         kvjax.resume(MODEL, path)
     with pytest.raises(KvjaxError, match="and not under kcache:n=9"):
@@ -100,7 +100,7 @@ def test_a_method_of_ones_own_whose_code_has_changed_is_refused(tmp_path, clean_
     file = tmp_path / "own_of_a_saved_context.py"
     file.write_text(OWN_METHOD_SOURCE.format(sign="+"))
     load_methods(file)
-    path = kvjax.read(MODEL, DOCUMENTS, "own", room=32).save(tmp_path / "context")
+    path = kvjax.read(MODEL, DOCUMENTS, "own", headroom=32).save(tmp_path / "context")
     assert kvjax.resume(MODEL, path).num_sequences == len(DOCUMENTS)
     file.write_text(OWN_METHOD_SOURCE.format(sign="-"))
     load_methods(file)
@@ -109,7 +109,7 @@ def test_a_method_of_ones_own_whose_code_has_changed_is_refused(tmp_path, clean_
 
 
 def test_what_is_no_saved_context_says_so(tmp_path):
-    path = kvjax.read(MODEL, DOCUMENTS, "full", room=32).save(tmp_path / "context")
+    path = kvjax.read(MODEL, DOCUMENTS, "full", headroom=32).save(tmp_path / "context")
     content = path.read_bytes()
     for damaged in (b"", b"no archive", content[: len(content) // 2]):
         path.write_bytes(damaged)
@@ -123,7 +123,7 @@ def test_what_is_no_saved_context_says_so(tmp_path):
 
 
 def test_a_link_stays_and_what_is_no_file_is_refused(tmp_path):
-    context = kvjax.read(MODEL, DOCUMENTS, "full", room=32)
+    context = kvjax.read(MODEL, DOCUMENTS, "full", headroom=32)
     (tmp_path / "target").write_text("old")
     (tmp_path / "link").symlink_to(tmp_path / "target")
     context.save(tmp_path / "link")

@@ -32,12 +32,12 @@ def assert_same_context(a: kvjax.Context, b: kvjax.Context, atol: float = 1e-6) 
         for heads_a, heads_b in zip(layer_a, layer_b, strict=True):
             np.testing.assert_array_equal(np.stack(heads_a), np.stack(heads_b))
     assert a.bytes == b.bytes
-    np.testing.assert_allclose(a.feed(QUESTIONS).last, b.feed(QUESTIONS).last, atol=atol)
+    np.testing.assert_allclose(a.feed(QUESTIONS).last_logits, b.feed(QUESTIONS).last_logits, atol=atol)
 
 
 @pytest.mark.parametrize("method", APPEND_ONLY)
 def test_cropping_takes_back_what_was_fed(method):
-    before = kvjax.read(MODEL, DOCUMENTS, f"{method} + in_windows", room=40)
+    before = kvjax.read(MODEL, DOCUMENTS, f"{method} + in_windows", headroom=40)
     after = before.feed(MORE).crop([len(d) for d in DOCUMENTS])
     assert_same_context(after, before)
     kinds = [[memory.memory_kind(x) for x in jax.tree.leaves(c.cache)] for c in (before, after)]
@@ -51,7 +51,7 @@ def test_cropping_goes_back_into_the_prompt():
     cropped = whole.crop(lengths)
     assert_same_context(cropped, kvjax.read(MODEL, short, "full", capacity=64), atol=2e-5)
     emptied = cropped.crop(0)
-    np.testing.assert_allclose(emptied.feed(DOCUMENTS).last, whole.last, atol=2e-5)
+    np.testing.assert_allclose(emptied.feed(DOCUMENTS).last_logits, whole.last_logits, atol=2e-5)
 
 
 CODED = "kivi:bits=2,group=8,residual=8"
@@ -60,7 +60,7 @@ CODED = "kivi:bits=2,group=8,residual=8"
 @pytest.mark.parametrize("method", ["full", "int4 + offload", CODED, f"{CODED} + in_windows"])
 @pytest.mark.parametrize("lengths", [0, [0, 25, 0]])
 def test_a_sequence_of_no_tokens_is_empty_whatever_has_left_its_window_or_is_coded_for_good(method, lengths):
-    whole = kvjax.read(MODEL, DOCUMENTS, method, room=40).feed(MORE)
+    whole = kvjax.read(MODEL, DOCUMENTS, method, headroom=40).feed(MORE)
     before = jax.tree.map(np.array, whole.cache)
     emptied, first = whole.crop(lengths), whole.cache
     none = functional.empty(first.plan, first.config, 3, first.capacity)
@@ -73,10 +73,10 @@ def test_a_sequence_of_no_tokens_is_empty_whatever_has_left_its_window_or_is_cod
 
 def test_a_ring_gives_back_all_that_it_still_holds():
     """The first sequence has filled its ring of 41 tokens and goes on, the others have not."""
-    whole = kvjax.read(MODEL, DOCUMENTS, "full", room=40).feed(MORE)
+    whole = kvjax.read(MODEL, DOCUMENTS, "full", headroom=40).feed(MORE)
     lengths = [32, 3, 1]
     expected = kvjax.read(MODEL, [d[:n] for d, n in zip(DOCUMENTS, lengths, strict=True)], "full", capacity=128)
-    np.testing.assert_allclose(whole.crop(lengths).feed(MORE).last, expected.feed(MORE).last, atol=2e-5)
+    np.testing.assert_allclose(whole.crop(lengths).feed(MORE).last_logits, expected.feed(MORE).last_logits, atol=2e-5)
     with pytest.raises(IncompatibleMethod, match="crop to 32 tokens or more"):
         whole.crop([31, 0, 0])
 
@@ -105,7 +105,7 @@ FED = ([[5, 6], [], [7]], [[], [8, 9, 10], []])
     ],
 )
 def test_a_sequence_without_more_text_stays_as_it_is(method):
-    context = kvjax.read(MODEL, DOCUMENTS, method, room=40)
+    context = kvjax.read(MODEL, DOCUMENTS, method, headroom=40)
     for more in FED:
         fed = context.feed(more)
         lengths = [len(text) + len(row) for text, row in zip(DOCUMENTS, more, strict=True)]
@@ -116,14 +116,14 @@ def test_a_sequence_without_more_text_stays_as_it_is(method):
             alone = context.take([i])
             assert_same_tokens(fed.take([i]), alone.feed([row]) if row else alone)
             if not row:
-                np.testing.assert_array_equal(fed.last[i], context.last[i])
+                np.testing.assert_array_equal(fed.last_logits[i], context.last_logits[i])
 
 
 def assert_same_tokens(a: kvjax.Context, b: kvjax.Context) -> None:
-    np.testing.assert_allclose(a.last, b.last, atol=2e-6)
+    np.testing.assert_allclose(a.last_logits, b.last_logits, atol=2e-6)
     for more in ([[11]], [[12, 13, 14]]):
         a, b = a.feed(more), b.feed(more)
-        np.testing.assert_allclose(a.last, b.last, atol=2e-6)
+        np.testing.assert_allclose(a.last_logits, b.last_logits, atol=2e-6)
     for layer_a, layer_b in zip(a.kept_positions(), b.kept_positions(), strict=True):
         np.testing.assert_array_equal(np.stack(layer_a[0]), np.stack(layer_b[0]))
 
@@ -133,7 +133,7 @@ def test_texts_may_be_empty_too_but_not_all_of_them():
     context = kvjax.read(model, ["a b", "c"], "full")
     fed = context.feed(["", " b"])
     assert fed.cache.length.tolist()[0] == context.cache.length.tolist()[0]
-    np.testing.assert_array_equal(fed.last[0], context.last[0])
+    np.testing.assert_array_equal(fed.last_logits[0], context.last_logits[0])
     assert fed.ids == context.feed([[], model.tokenizer.encode_continuation(" b")]).ids
     for nothing in (["", ""], [[], []], [np.zeros(0, int), ""]):
         for call in (context.feed, lambda more: kvjax.extend(model, more, context.cache)):
@@ -153,12 +153,12 @@ def test_texts_may_be_empty_too_but_not_all_of_them():
 
 def test_groups_that_are_coded_stay_coded():
     """Keys leave a residual of 8 tokens in groups, values one by one."""
-    before = kvjax.read(MODEL, [list(range(20))] * 2, f"{CODED} + in_windows", room=40)
+    before = kvjax.read(MODEL, [list(range(20))] * 2, f"{CODED} + in_windows", headroom=40)
     fed = before.feed([[1, 2], [3, 4]])
     with pytest.raises(IncompatibleMethod, match="sequence 0 of layer 0 cannot give back its last 2 tokens, 1 at most"):
         fed.crop(20)
     cropped, fed_one_token = fed.crop(21), before.feed([[1], [3]])
-    np.testing.assert_allclose(cropped.feed(MORE[:2]).last, fed_one_token.feed(MORE[:2]).last, atol=1e-6)
+    np.testing.assert_allclose(cropped.feed(MORE[:2]).last_logits, fed_one_token.feed(MORE[:2]).last_logits, atol=1e-6)
     assert cropped.crop([21, 21]).cache.length.tolist() == [21, 21]
 
 
@@ -173,13 +173,13 @@ def test_groups_that_are_coded_stay_coded():
     ],
 )
 def test_a_method_that_cannot_go_back_says_so(method, slot):
-    context = kvjax.read(MODEL, DOCUMENTS, f"{method} + in_windows", room=40)
+    context = kvjax.read(MODEL, DOCUMENTS, f"{method} + in_windows", headroom=40)
     with pytest.raises(IncompatibleMethod, match=slot + ".*keep the (one|context) of before"):
         context.crop(0)
 
 
 def test_after_a_crop_something_must_be_fed(tmp_path):
-    context = kvjax.read(MODEL, DOCUMENTS, "full", room=40).crop(1)
+    context = kvjax.read(MODEL, DOCUMENTS, "full", headroom=40).crop(1)
     for call in (context.generate, lambda: context.score(QUESTIONS)):
         with pytest.raises(KvjaxError, match="known when something has been fed"):
             call()
@@ -198,7 +198,7 @@ def test_after_a_crop_something_must_be_fed(tmp_path):
     ],
 )
 def test_branches_and_joined_rows_are_the_rows(method):
-    context = kvjax.read(MODEL, DOCUMENTS[:2], method, room=40)
+    context = kvjax.read(MODEL, DOCUMENTS[:2], method, headroom=40)
     branched = context.fork(2)
     assert branched.num_sequences == 4 and branched.cache.length.tolist() == [40, 40, 23, 23]
     for x, y in zip(jax.tree.leaves(branched.cache), jax.tree.leaves(context.cache), strict=True):
@@ -208,7 +208,7 @@ def test_branches_and_joined_rows_are_the_rows(method):
         kvjax.cache_ops.fork(context.cache, 2).length, kvjax.cache_ops.take(context.cache, [0, 0, 1, 1]).length
     )
     joined = branched.take([0, 1]).join(branched.take([2]), branched.take([3]))
-    pairs = zip(*(jax.tree.leaves((c.cache, c.last)) for c in (joined, branched)), strict=True)
+    pairs = zip(*(jax.tree.leaves((c.cache, c.last_logits)) for c in (joined, branched)), strict=True)
     for x, y in pairs:
         np.testing.assert_array_equal(x, y)
     answers = context.ask(QUESTIONS[:2], max_new_tokens=3).tokens
@@ -232,7 +232,7 @@ def test_documents_of_unlike_lengths_that_were_read_with_one_capacity_join(metho
     alone = [kvjax.read(model, [document], method, capacity=64) for document in DOCUMENTS[:2]]
     joined = alone[0].join(alone[1]).feed(QUESTIONS[:2])
     expected = [context.feed([question]) for context, question in zip(alone, QUESTIONS, strict=False)]
-    np.testing.assert_allclose(joined.last, np.concatenate([c.last for c in expected]), atol=1e-5)
+    np.testing.assert_allclose(joined.last_logits, np.concatenate([c.last_logits for c in expected]), atol=1e-5)
     for both, *each in zip(joined.kept_positions(), *(c.kept_positions() for c in expected), strict=True):
         for heads, (own,) in zip(both, each, strict=True):
             for found, kept in zip(heads, own, strict=True):
@@ -249,7 +249,7 @@ def test_what_all_sequences_share_is_stored_once_when_batches_are_joined(sizes):
     together = kvjax.read(model, prompts, "cskv:window=3", capacity=64)
     joined = first.join(second)
     question = [[5, 6, 7]] * sum(sizes)
-    np.testing.assert_allclose(joined.feed(question).last, together.feed(question).last, atol=1e-5)
+    np.testing.assert_allclose(joined.feed(question).last_logits, together.feed(question).last_logits, atol=1e-5)
     if max(sizes) > 1:
         assert joined.bytes == together.bytes
     forked = together.fork(2)
@@ -258,7 +258,7 @@ def test_what_all_sequences_share_is_stored_once_when_batches_are_joined(sizes):
     mixed = first.fork(2).join(second)
     expected = together.take([i for i in range(sizes[0]) for _ in range(2)] + list(range(sizes[0], sum(sizes))))
     question = [[5, 6, 7]] * mixed.cache.length.shape[0]
-    np.testing.assert_allclose(mixed.feed(question).last, expected.feed(question).last, atol=1e-5)
+    np.testing.assert_allclose(mixed.feed(question).last_logits, expected.feed(question).last_logits, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -289,11 +289,11 @@ def test_four_devices_do_what_one_does():
     documents, more, last = [[5, 6, 7, 8, 9], [1, 2, 3]], [[10, 11], [12]], [[13], [14, 15]]
 
     def edit_and_branch(model: kvjax.Model) -> tuple[kvjax.Context, list[np.ndarray]]:
-        context = kvjax.read(model, documents, "offload", room=40)
+        context = kvjax.read(model, documents, "offload", headroom=40)
         back = context.feed(more).crop([5, 3])
         branched = back.fork(2).join(back)
         edited = context.edit([1, 0], [2, 1], [[20, 21], []])
-        return branched, [c.feed(last).last for c in (back, branched.take([0, 2]), edited)]
+        return branched, [c.feed(last).last_logits for c in (back, branched.take([0, 2]), edited)]
 
     _, expected = edit_and_branch(model)
     branched, logits = edit_and_branch(dataclasses.replace(model, params=params, mesh=mesh))

@@ -37,11 +37,11 @@ def generate(model, **options):
 
 
 def ask(model, **options):
-    return kvjax.read(model, "x", "full", room=COUNT + 8).ask("!", **options)
+    return kvjax.read(model, "x", "full", headroom=COUNT + 8).ask("!", **options)
 
 
 def from_context(model, **options):
-    return kvjax.read(model, "x!", "full", room=COUNT + 8).generate(**options)
+    return kvjax.read(model, "x!", "full", headroom=COUNT + 8).generate(**options)
 
 
 def from_cache(model, **options):
@@ -60,7 +60,7 @@ def in_a_batch(model, **options):
 
 
 def in_slices(model, **options):
-    session = kvjax.read(model, "x!", "full", room=COUNT + 8).start(**options)
+    session = kvjax.read(model, "x!", "full", headroom=COUNT + 8).start(**options)
     session.advance(COUNT)
     return session.result()
 

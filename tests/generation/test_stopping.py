@@ -68,7 +68,7 @@ def test_speed_of_a_speculation_counts_no_rejected_tokens(unstopped_output):
 
 def test_a_context_knows_stop_strings_too(unstopped_output):
     stop = unstopped_output.text[0][10:13]
-    context = kvjax.read(MODEL, PROMPTS[:1], "full", room=COUNT)
+    context = kvjax.read(MODEL, PROMPTS[:1], "full", headroom=COUNT)
     out = context.generate(max_new_tokens=COUNT, stop=stop)
     assert out.text == [unstopped_output.text[0].split(stop)[0]]
 

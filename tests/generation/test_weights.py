@@ -44,7 +44,7 @@ CONTEXT_CALLS = {
     "ask": lambda c: c.ask(MORE, max_new_tokens=2),
     "feed": lambda c: c.feed(MORE),
     "generate": lambda c: c.generate(max_new_tokens=2),
-    "generate in its own cache": lambda c: c.generate(max_new_tokens=2, use_up=True),
+    "generate in its own cache": lambda c: c.generate(max_new_tokens=2, donate=True),
     "stream": lambda c: next(c.stream(max_new_tokens=2)),
     "score": lambda c: c.score(MORE),
     "score of one token": lambda c: c.score([[3], [4]]),
@@ -66,7 +66,7 @@ def test_a_model_that_was_trained_further_cannot_go_on_from_a_cache(name):
 
 @pytest.mark.parametrize("name", CONTEXT_CALLS)
 def test_a_context_cannot_be_given_another_model(name, tmp_path):
-    context = dataclasses.replace(kvjax.read(MODEL, DOCUMENTS, "full", room=32), model=OTHER)
+    context = dataclasses.replace(kvjax.read(MODEL, DOCUMENTS, "full", headroom=32), model=OTHER)
     with pytest.raises(OtherWeights, match="equal configuration and other weights"):
         CONTEXT_CALLS[name](context)
     with pytest.raises(OtherWeights):
@@ -76,7 +76,7 @@ def test_a_context_cannot_be_given_another_model(name, tmp_path):
 
 def test_a_model_whose_parameters_were_changed_in_place_cannot_go_on():
     model = dataclasses.replace(MODEL, params=dict(MODEL.params))
-    context = kvjax.read(model, DOCUMENTS, "full", room=32)
+    context = kvjax.read(model, DOCUMENTS, "full", headroom=32)
     context.ask(MORE, max_new_tokens=2)
     model.params["embedding"] = OTHER.params["embedding"]
     with pytest.raises(OtherWeights):
@@ -133,7 +133,7 @@ def test_exact_keys_and_values_belong_to_the_weights_that_made_them(tmp_path):
 
 
 def test_files_of_another_model_or_of_earlier_fingerprints_are_refused(tmp_path, monkeypatch):
-    context = kvjax.read(MODEL, DOCUMENTS, "full", room=32)
+    context = kvjax.read(MODEL, DOCUMENTS, "full", headroom=32)
     paths = [context.save(tmp_path / "context"), kvjax.cachegen.write(tmp_path / "few", context)]
     for path, read in zip(paths, (kvjax.resume, kvjax.cachegen.read), strict=True):
         read(MODEL, path)
@@ -147,7 +147,7 @@ def test_files_of_another_model_or_of_earlier_fingerprints_are_refused(tmp_path,
 
 
 def test_a_file_without_a_fingerprint_is_refused(tmp_path):
-    path = kvjax.read(MODEL, DOCUMENTS, "full", room=32).save(tmp_path / "context")
+    path = kvjax.read(MODEL, DOCUMENTS, "full", headroom=32).save(tmp_path / "context")
     with np.load(path) as file:
         arrays = dict(file)
     header = json.loads(arrays[archive.HEADER].tobytes())

@@ -38,7 +38,7 @@ params = kvjax.SamplingParams(temperature=0.7, top_k=40)
 out = kvjax.generate(model, [[1, 2, 3]], "full", sampling=params, stop="\\n")
 out = kvjax.generate(model, "a", "full", repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=1, logprobs=5)
 print(out.logprobs[0], out.top_logprobs[0][0][0].id)
-context = kvjax.read(model, "a long text", share, room=64)
+context = kvjax.read(model, "a long text", share, headroom=64)
 answers: list[kvjax.Result] = [context.ask(text, max_new_tokens=8, sampling=params) for text in ("one", "two")]
 print(context.generate(max_new_tokens=3, eos_ids=()).text, context.bytes.reserved, context.kept_positions()[0][0][0])
 for text in kvjax.stream_text(model, "a text", both, max_new_tokens=3, temperature=0.5, min_p=0.1):

@@ -173,7 +173,7 @@ def test_weights_without_their_index_or_under_another_name_are_not_called_absent
 
 @pytest.mark.parametrize("name", ["a\\b", "a b#%?.npz", "日本", "~"])
 def test_a_context_is_saved_and_resumed_by_any_path(tmp_path, monkeypatch, name):
-    context = kvjax.read(MODEL, [[1, 2, 3]], "full", room=2)
+    context = kvjax.read(MODEL, [[1, 2, 3]], "full", headroom=2)
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "sub").mkdir()
     monkeypatch.chdir(tmp_path / "sub")
@@ -195,7 +195,7 @@ def test_a_context_that_is_not_there_is_not_called_damaged(tmp_path):
 
 @pytest.mark.parametrize("path", [None, 5, b"model", ["model"], "a\0b"], ids=repr)
 def test_what_is_no_path_is_refused(path):
-    context = kvjax.read(MODEL, [[1, 2, 3]], "full", room=2)
+    context = kvjax.read(MODEL, [[1, 2, 3]], "full", headroom=2)
     calls = [
         lambda: kvjax.load(path),
         lambda: checkpoint.save(path, MODEL.config, MODEL.params),

@@ -53,6 +53,6 @@ def test_it_recalls_what_a_context_says(model, method):
 
 def test_it_predicts_code_better_than_chance(model):
     code = corpus.load("held_out").window(np.random.default_rng(1), 256)[None]
-    ((logp, likeliest),) = kvjax.read(model, code[:, :128], "full", room=128).score(code[:, 128:])
+    ((logp, likeliest),) = kvjax.read(model, code[:, :128], "full", headroom=128).score(code[:, 128:])
     assert logp.shape == likeliest.shape == (128,)
     assert -logp.mean() / np.log(2) < 4  # bits per byte; 8 is chance

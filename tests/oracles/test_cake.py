@@ -192,9 +192,9 @@ def test_layers_keep_what_the_oracle_keeps():
 
 def test_a_model_divides_the_budget_of_each_row_whole_and_in_chunks():
     model, prompts, text = toy_model(), [list(range(60)), [5], list(range(30, 70))], "cake:budget=12,window=4"
-    full = kvjax.read(model, prompts, text, room=32)
-    chunks = kvjax.read(model, prompts, text, room=32, chunk=8)
-    single = kvjax.read(model, prompts[2:], text, room=32)
+    full = kvjax.read(model, prompts, text, headroom=32)
+    chunks = kvjax.read(model, prompts, text, headroom=32, chunk=8)
+    single = kvjax.read(model, prompts[2:], text, headroom=32)
     counts = np.array([[len(heads[0]) for heads in layer_heads] for layer_heads in full.kept_positions()])
     assert counts.sum(0).tolist() == [3 * 12, 3 * 1, 3 * 12]
     assert counts[:, [0, 2]].min() >= 5 and len(set(counts[:, 0])) > 1 and not (counts[:, 0] == counts[:, 2]).all()

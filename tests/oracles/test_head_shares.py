@@ -211,7 +211,7 @@ def test_layers_have_budgets_of_their_own_and_need_not_see_each_other(model, tab
 def test_a_plan_says_exactly_what_is_held_and_allocated(method, length, model, table):
     prompt = np.random.default_rng(length).integers(0, 60, length).tolist()
     text = f"{method} + head_shares:page=4,table={table}"
-    context = kvjax.read(model, [prompt], text, room=16)
+    context = kvjax.read(model, [prompt], text, headroom=16)
     planned = kvjax.planned_bytes(text, model, length, capacity=context.cache.capacity)
     assert (planned.held, planned.reserved) == (context.bytes.held, context.bytes.reserved)
     known = [part.method.side_store.head_budgets.num_kept_by_length(length)[length] for part in context.cache.plan]
@@ -220,9 +220,9 @@ def test_a_plan_says_exactly_what_is_held_and_allocated(method, length, model, t
 
 def test_a_budget_as_long_as_the_prompt_keeps_everything(model, table):
     for budget in ("100", "60", "100%"):
-        context = kvjax.read(model, PROMPTS, f"keydiff:budget={budget} + head_shares:page=4,table={table}", room=8)
+        context = kvjax.read(model, PROMPTS, f"keydiff:budget={budget} + head_shares:page=4,table={table}", headroom=8)
         assert (num_kept(context) == np.array([60, 7, 40])[:, None, None]).all()
-        full = kvjax.read(model, PROMPTS, "full", room=8)
+        full = kvjax.read(model, PROMPTS, "full", headroom=8)
         assert context.generate(max_new_tokens=6).tokens == full.generate(max_new_tokens=6).tokens
 
 

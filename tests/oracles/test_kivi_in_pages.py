@@ -102,7 +102,7 @@ def test_what_pages_hold_is_counted_by_their_codes():
     """4 tokens of 8 channels in 4 bits are 16 bytes, and their groups have 8 scales and 8 minima."""
     model = toy_model(kv_heads=2)
     method = "snapkv:budget=12,window=4,kernel=3 + adakv:page=4 + kivi:bits=4,group=4,residual=4"
-    context = kvjax.read(model, [list(range(50))], method, room=16)
+    context = kvjax.read(model, [list(range(50))], method, headroom=16)
     a_page = 2 * (16 + 2 * 8 * 4) + 4 * 4
     for state, bound in zip(context.cache.layers, context.cache.plan, strict=True):
         pages = state.side_store.owner.size

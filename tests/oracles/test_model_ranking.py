@@ -138,9 +138,9 @@ def test_all_heads_keep_what_the_oracle_keeps_of_their_keys(chunk):
 def test_a_sequence_does_not_depend_on_its_neighbours():
     model = toy_model(kv_heads=2)
     text = f"snapkv:budget=12,window=4,kernel=3 + {OVER_THE_MODEL} + kvcrush + int8"
-    together = kvjax.read(model, PROMPTS, text, room=8)
+    together = kvjax.read(model, PROMPTS, text, headroom=8)
     for b, prompt in enumerate(PROMPTS):
-        single = kvjax.read(model, [prompt], text, room=8)
+        single = kvjax.read(model, [prompt], text, headroom=8)
         for batch_heads, single_heads in zip(together.kept_positions(), single.kept_positions(), strict=True):
             assert [head.tolist() for head in batch_heads[b]] == [head.tolist() for head in single_heads[0]]
         assert together.generate(max_new_tokens=5).tokens[b] == single.generate(max_new_tokens=5).tokens[0]
@@ -161,7 +161,7 @@ def test_representatives_leave_no_head_without_tokens_of_its_own():
 def test_a_plan_is_never_below_what_is_held_and_allocated(method, length):
     model, prompt = toy_model(kv_heads=2), np.random.default_rng(length).integers(0, 60, length).tolist()
     text = f"{method} + {OVER_THE_MODEL} + int8"
-    context = kvjax.read(model, [prompt], text, room=16)
+    context = kvjax.read(model, [prompt], text, headroom=16)
     planned = kvjax.planned_bytes(text, model, length, capacity=context.cache.capacity)
     assert context.bytes.held["device"] <= planned.held["device"] <= 1.5 * context.bytes.held["device"]
     assert context.bytes.total["device"] <= planned.total["device"]
@@ -190,7 +190,7 @@ def test_layers_and_texts_share_sizes():
     """Two texts of one length, whose divisions differ, have pools of the same few sizes."""
     model = toy_model(kv_heads=2, layers=6)
     texts = [np.random.default_rng(seed).integers(0, 60, 400).tolist() for seed in (1, 2)]
-    contexts = [kvjax.read(model, [text], f"keydiff:budget=100 + {OVER_THE_MODEL}", room=16) for text in texts]
+    contexts = [kvjax.read(model, [text], f"keydiff:budget=100 + {OVER_THE_MODEL}", headroom=16) for text in texts]
     lengths = [[len(head) for heads in context.kept_positions() for head in heads[0]] for context in contexts]
     assert lengths[0] != lengths[1]
     for context in contexts:
@@ -243,7 +243,7 @@ def test_levels_are_the_divisions_of_adakv_without_a_safe_share(method):
 @pytest.mark.parametrize("more", ["kvcrush", "criticalkv", "int8", "int4", "merging"])
 def test_the_model_level_composes_with_what_works_on_single_tokens(more):
     model, text = toy_model(kv_heads=2), f"kvzip:budget=12,page=4 + {more}"
-    context = kvjax.read(model, PROMPTS[:1], text, room=8)
+    context = kvjax.read(model, PROMPTS[:1], text, headroom=8)
     lengths = [[len(head) for head in heads[0]] for heads in context.kept_positions()]
     assert sum(map(sum, lengths)) == 12 * 2 * len(lengths) and len(set(map(tuple, lengths))) > 1
-    assert np.isfinite(context.last).all() and len(context.generate(max_new_tokens=3).tokens[0]) == 3
+    assert np.isfinite(context.last_logits).all() and len(context.generate(max_new_tokens=3).tokens[0]) == 3

@@ -120,7 +120,7 @@ def test_calibrate_says_so_before_it_counts(tmp_path):
 
 
 def test_a_context_leaves_nothing_where_it_cannot_be_saved(tmp_path, monkeypatch):
-    context = kvjax.read(MODEL, [[1, 2, 3]], "full", room=8)
+    context = kvjax.read(MODEL, [[1, 2, 3]], "full", headroom=8)
     (tmp_path / "file").write_text("mine")
     for out in (tmp_path / "file" / "out", tmp_path / ("a" * 300), tmp_path / "none" / "out"):
         with pytest.raises(KvjaxError, match="cannot write"):
@@ -144,7 +144,7 @@ def write_header(path, header, seal=None):
 
 
 def test_a_saved_context_whose_header_was_edited_is_refused(tmp_path):
-    path = kvjax.read(MODEL, [[1, 2, 3]], "full", room=8).save(tmp_path / "out")
+    path = kvjax.read(MODEL, [[1, 2, 3]], "full", headroom=8).save(tmp_path / "out")
     with np.load(path) as arrays:
         entries = dict(arrays)
     header = json.loads(entries[archive.HEADER].tobytes())
@@ -161,7 +161,7 @@ def test_a_saved_context_that_says_nothing_usable_is_refused(tmp_path, capacity)
     write_header(path, b"[" * 100_000 + b"]" * 100_000)
     with pytest.raises(KvjaxError, match="is no file of the format .*, or a damaged one .*recursion"):
         kvjax.resume(MODEL, path)
-    kvjax.read(MODEL, [[1, 2, 3]], "full", room=8).save(path)
+    kvjax.read(MODEL, [[1, 2, 3]], "full", headroom=8).save(path)
     with np.load(path) as arrays:
         header = json.loads(arrays[archive.HEADER].tobytes())
     header |= {"capacity": capacity, "arrays": {}}

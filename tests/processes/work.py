@@ -86,7 +86,7 @@ def run_operations(model: Model, folder: Path) -> dict[str, Any]:
         "streamed": list(kvjax.stream(model, prompts, "full", capacity=CAPACITY, max_new_tokens=3)),
         "generated": kvjax.generate(model, prompts, "full", capacity=CAPACITY, max_new_tokens=3).tokens,
         "in one program": context.generate(max_new_tokens=3, loop="while").tokens,
-        "fed": to_numpy(longer.last).tolist(),
+        "fed": to_numpy(longer.last_logits).tolist(),
         "cropped": longer.crop([60, 41, 52, 33]).ask(more, max_new_tokens=2).tokens,
         "taken": context.take([1, 0, 3, 3]).generate(max_new_tokens=2).tokens,
         "logits": to_numpy(kvjax.logits(model, more)[:, :2]).tolist(),

@@ -37,7 +37,7 @@ def keys_and_values(exact, layer: int, sequence: int) -> tuple[np.ndarray, np.nd
 
 def test_all_tokens_again_are_the_whole_text(chunks, whole_text):
     blended = blend(chunks, ORDER, QUESTIONS, ratio=1.0)
-    np.testing.assert_allclose(blended.last, whole_text.last, atol=1e-5)
+    np.testing.assert_allclose(blended.last_logits, whole_text.last_logits, atol=1e-5)
     tokens, expected = (
         exact.compress("full", 64).generate(max_new_tokens=4, eos_ids=()).tokens for exact in (blended, whole_text)
     )
@@ -46,8 +46,10 @@ def test_all_tokens_again_are_the_whole_text(chunks, whole_text):
 
 def test_a_first_chunk_is_exact_however_little_is_run(chunks, whole_text):
     blended = blend(chunks, ORDER, QUESTIONS, ratio=0.0)
-    np.testing.assert_allclose(blended.last[1], whole_text.last[1], atol=1e-5)  # its only chunk is its first
-    assert np.abs(np.asarray(blended.last[0] - whole_text.last[0])).max() > 1e-3
+    np.testing.assert_allclose(
+        blended.last_logits[1], whole_text.last_logits[1], atol=1e-5
+    )  # its only chunk is its first
+    assert np.abs(np.asarray(blended.last_logits[0] - whole_text.last_logits[0])).max() > 1e-3
     for layer in range(3):
         pairs = zip(keys_and_values(blended, layer, 0), keys_and_values(whole_text, layer, 0), strict=True)
         for vectors, exact in pairs:
@@ -69,7 +71,7 @@ def test_the_recomputed_tokens_deviate_most(chunks, whole_text):
     np.testing.assert_array_equal(keys_and_values(blended, 2, 0)[1][:, others], chunk_values[:, others])
     np.testing.assert_allclose(keys_and_values(blended, 1, 0)[0], keys_and_values(whole_text, 1, 0)[0], atol=1e-5)
     by_ratio = blend(chunks, ORDER, QUESTIONS, ratio=0.2)
-    np.testing.assert_array_equal(by_ratio.last, blended.last)
+    np.testing.assert_array_equal(by_ratio.last_logits, blended.last_logits)
 
 
 def test_no_token_sees_a_later_one(chunks):
@@ -83,7 +85,7 @@ def test_no_token_sees_a_later_one(chunks):
 
 def test_a_row_depends_on_no_other(chunks):
     together, alone = blend(chunks, ORDER, QUESTIONS), blend(chunks, ORDER[:1], QUESTIONS[:1])
-    np.testing.assert_allclose(together.last[0], alone.last[0], atol=1e-5)
+    np.testing.assert_allclose(together.last_logits[0], alone.last_logits[0], atol=1e-5)
 
 
 def test_a_blended_text_goes_under_any_method_without_queries(chunks):

@@ -56,7 +56,7 @@ def test_overlap_by_hand():
 def test_a_prompt_that_comes_again_is_reused_exactly(chunks):
     reused = chunks.reuse([[0, 1, 2]], [QUESTION])
     whole = kvjax.reuse.read_exactly(MODEL, [[*A, *B, *C, *QUESTION]])
-    np.testing.assert_allclose(reused.last, whole.last, atol=1e-5)
+    np.testing.assert_allclose(reused.last_logits, whole.last_logits, atol=1e-5)
     assert chunks._recompute_mask([0, 1, 2], 1.0).sum() == 0
 
 
@@ -65,7 +65,7 @@ def test_with_enough_tokens_it_is_the_whole_text(chunks):
     order, texts = [[2, 1, 4], [3, 0]], [[*C, *B, *A, *QUESTION], [*D, *A, 1]]
     reused = chunks.reuse(order, [QUESTION, [1]], alpha=100.0)
     whole = kvjax.reuse.read_exactly(MODEL, texts)
-    np.testing.assert_allclose(reused.last, whole.last, atol=1e-5)
+    np.testing.assert_allclose(reused.last_logits, whole.last_logits, atol=1e-5)
     tokens, expected = (
         exact.compress("full", 64).generate(max_new_tokens=3, eos_ids=()).tokens for exact in (reused, whole)
     )
@@ -74,10 +74,10 @@ def test_with_enough_tokens_it_is_the_whole_text(chunks):
 
 def test_more_tokens_come_nearer(chunks):
     """A chunk in a new place recomputes the tokens that attended most to its old context, and no others."""
-    whole = np.asarray(kvjax.reuse.read_exactly(MODEL, [[*D, *B, *QUESTION]]).last)
+    whole = np.asarray(kvjax.reuse.read_exactly(MODEL, [[*D, *B, *QUESTION]]).last_logits)
 
     def max_error(alpha: float) -> float:
-        return np.abs(np.asarray(chunks.reuse([[3, 1]], [QUESTION], alpha=alpha).last) - whole).max()
+        return np.abs(np.asarray(chunks.reuse([[3, 1]], [QUESTION], alpha=alpha).last_logits) - whole).max()
 
     assert max_error(alpha=100.0) < 1e-5 < max_error(alpha=0.0)
     mask = chunks._recompute_mask([3, 1], 1.0)

@@ -118,7 +118,7 @@ def test_what_is_read_is_what_the_rule_says(tmp_path, group):
                 place = f"layer {layer}, side {side}, row {row}"
                 np.testing.assert_allclose(np.asarray(y)[row, :, :length], expected, atol=2e-6, err_msg=place)
     np.testing.assert_array_equal(loaded.lengths, EXACT.lengths)
-    np.testing.assert_array_equal(loaded.last, EXACT.last)
+    np.testing.assert_array_equal(loaded.last_logits, EXACT.last_logits)
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
@@ -136,7 +136,7 @@ def test_it_goes_on_as_the_cache_in_levels_does(tmp_path):
     for method in ("full", "keydiff:budget=12 + int8"):
         answer, expected = (x.compress(method, 96).ask(question, max_new_tokens=6) for x in (loaded, by_hand))
         assert answer.tokens == expected.tokens
-    exact, quantized = (x.compress("full", 96).feed(question).last for x in (EXACT, loaded))
+    exact, quantized = (x.compress("full", 96).feed(question).last_logits for x in (EXACT, loaded))
     assert np.abs(quantized - exact).max() > 1e-3  # it is not the exact cache
     with pytest.raises(KvjaxError, match="read the prompts' tokens with it"):
         loaded.compress("snapkv:budget=8,window=4", 96)
@@ -163,7 +163,7 @@ def test_bytes_are_less_than_those_of_packed_bits(tmp_path):
     layer_prompts = [
         prompt._replace(k=pair[0][None], v=pair[1][None]) for prompt, pair in zip(EXACT.prompts, x, strict=True)
     ]
-    exact = dataclasses.replace(EXACT, prompts=tuple(layer_prompts), lengths=lengths, last=EXACT.last[:1])
+    exact = dataclasses.replace(EXACT, prompts=tuple(layer_prompts), lengths=lengths, last_logits=EXACT.last_logits[:1])
     path = kvjax.cachegen.write(tmp_path / "file", exact, levels=16)
     num_numbers = vectors.size
     scale_bits = 16 * vectors.size // C
@@ -205,10 +205,10 @@ def test_what_lies_in_padding_does_not_matter(tmp_path):
 
 def test_a_context_under_full_is_written_too_and_sixteen_bits_are_read_back(tmp_path):
     half = kvjax.random_model(MODEL.config, dtype=jnp.bfloat16)
-    context = kvjax.read(half, [[1, 2, 3, 4], [5, 6]], "full", room=0)
+    context = kvjax.read(half, [[1, 2, 3, 4], [5, 6]], "full", headroom=0)
     read = kvjax.cachegen.read(half, kvjax.cachegen.write(tmp_path / "file", context, levels=256))
     assert read.lengths.tolist() == [4, 2]
-    np.testing.assert_array_equal(read.last, context.last)
+    np.testing.assert_array_equal(read.last_logits, context.last_logits)
     for prompt, layer in zip(read.prompts, context.cache.layers, strict=True):
         assert prompt.k.dtype == prompt.v.dtype == jnp.bfloat16
         exact_values = np.asarray(memory.unpack(layer.v), np.float32)[0, :, :4]
@@ -273,12 +273,12 @@ def test_bad_input_is_named(tmp_path, arguments, says):
 
 def test_what_cannot_be_written_says_so(tmp_path):
     with pytest.raises(KvjaxError, match="read the documents under it"):
-        kvjax.cachegen.write(tmp_path / "file", kvjax.read(MODEL, [[1, 2]], "int8", room=0))
+        kvjax.cachegen.write(tmp_path / "file", kvjax.read(MODEL, [[1, 2]], "int8", headroom=0))
     prompts = (EXACT.prompts[0]._replace(k=EXACT.prompts[0].k.at[0, 0, 3, 2].set(jnp.nan)), EXACT.prompts[1])
     windowed = toy_model(layers=2, windows=(4, None))
     with pytest.raises(KvjaxError, match="hold the last 4 tokens.*full . in_windows"):
-        cachegen.write(tmp_path / "a", kvjax.read(windowed, [list(range(40))], "full", room=8))
-    cachegen.write(tmp_path / "a", kvjax.read(windowed, [list(range(40))], "full + in_windows", room=8))
+        cachegen.write(tmp_path / "a", kvjax.read(windowed, [list(range(40))], "full", headroom=8))
+    cachegen.write(tmp_path / "a", kvjax.read(windowed, [list(range(40))], "full + in_windows", headroom=8))
     assert cachegen.read(windowed, tmp_path / "a").lengths.tolist() == [40]
     with pytest.raises(KvjaxError, match="are not finite"):
         kvjax.cachegen.write(tmp_path / "file", dataclasses.replace(EXACT, prompts=prompts))

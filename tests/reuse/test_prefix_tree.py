@@ -62,16 +62,16 @@ def test_a_batch_with_shared_prefixes_is_the_batch():
     rng = np.random.default_rng(0)
     a, b = (rng.integers(0, 97, n).tolist() for n in (80, 70))
     prompts = [a + [1, 2], b + [3], [4, 5, 6], a + [7], b + [8, 9], a[:60] + [1]]
-    shared = kvjax.reuse.read_batch(MODEL, prompts, "full", room=20)
-    plain = kvjax.read(MODEL, prompts, "full", room=20)
-    np.testing.assert_allclose(shared.last, plain.last, atol=2e-5)
+    shared = kvjax.reuse.read_batch(MODEL, prompts, "full", headroom=20)
+    plain = kvjax.read(MODEL, prompts, "full", headroom=20)
+    np.testing.assert_allclose(shared.last_logits, plain.last_logits, atol=2e-5)
     more = [[1], [2, 3], [4], [5], [6, 7, 8], [9]]
-    np.testing.assert_allclose(shared.feed(more).last, plain.feed(more).last, atol=2e-5)
+    np.testing.assert_allclose(shared.feed(more).last_logits, plain.feed(more).last_logits, atol=2e-5)
     np.testing.assert_array_equal(shared.cache.layers[0].prefix.pos.max((1, 2)) + 1, [60, 70])
 
 
 def test_nothing_shared_is_read_as_ever():
-    context = kvjax.reuse.read_batch(MODEL, [[1, 2], [3, 4]], "int4", room=20)
+    context = kvjax.reuse.read_batch(MODEL, [[1, 2], [3, 4]], "int4", headroom=20)
     assert context.method == kvjax.parse("int4")
     with pytest.raises(KvjaxError, match="least must be an integer from 1 to .*, got 0"):
         kvjax.reuse.read_batch(MODEL, [[1]], least=0)

@@ -30,7 +30,7 @@ def test_rows_hold_each_prompt_once():
 
 def test_keys_values_queries_and_logits_are_those_of_the_prompts():
     packed, exact = pack_exactly(MODEL, DOCUMENTS), kvjax.reuse.read_exactly(MODEL, DOCUMENTS)
-    np.testing.assert_allclose(packed.last, exact.last, atol=1e-5)
+    np.testing.assert_allclose(packed.last_logits, exact.last_logits, atol=1e-5)
     for packed_layer, exact_layer in zip(packed.prompts, exact.prompts, strict=True):
         for b, n in enumerate(map(len, DOCUMENTS)):
             for name in ("k", "v", "q"):
@@ -40,12 +40,12 @@ def test_keys_values_queries_and_logits_are_those_of_the_prompts():
 
 @pytest.mark.parametrize("method", ["snapkv:budget=12,window=4 + int8 + offload"])
 def test_any_method_reads_packed_documents(method):
-    packed, separate = (read(MODEL, DOCUMENTS, method, room=40) for read in (read_packed, kvjax.read))
+    packed, separate = (read(MODEL, DOCUMENTS, method, headroom=40) for read in (read_packed, kvjax.read))
     for packed_layer, separate_layer in zip(packed.kept_positions(), separate.kept_positions(), strict=True):
         for heads, expected_heads in zip(packed_layer, separate_layer, strict=True):
             np.testing.assert_array_equal(np.stack(heads), np.stack(expected_heads))
     more = [[i + 1, 5] for i in range(7)]
-    np.testing.assert_allclose(packed.feed(more).last, separate.feed(more).last, atol=1e-4)
+    np.testing.assert_allclose(packed.feed(more).last_logits, separate.feed(more).last_logits, atol=1e-4)
     assert packed.bytes == separate.bytes and packed.cache.capacity == separate.cache.capacity
 
 

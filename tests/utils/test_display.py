@@ -65,7 +65,7 @@ def test_a_context_that_was_used_up_says_so():
     context = kvjax.read(toy_model(), [[1, 2, 3]], "full")
     context.ask([[4]], max_new_tokens=2)
     assert "sequences of 3 tokens" in repr(context)
-    context.generate(max_new_tokens=2, use_up=True)
+    context.generate(max_new_tokens=2, donate=True)
     assert repr(context) == "Context('full'; used up)"
     reading = (
         context.kept_positions,

@@ -52,7 +52,7 @@ class ContextReader:
         model = model_for(self.model, ids, max(map(len, ids)) + headroom_tokens)
         most = self._most_bytes = self._max_exact_bytes() if self._most_bytes is None else self._most_bytes
         if self._exact_bytes(len(contexts), width) > most:
-            return read(model, contexts, method, room=headroom_tokens, width=width)
+            return read(model, contexts, method, headroom=headroom_tokens, width=width)
         key = width, tuple(map(tuple, ids)), model.config
         if key not in self._exact:
             # The oldest ones go before the new one is made, so that both never exceed the limit together.

@@ -60,7 +60,7 @@ def ask_question_aware(
         prompts = [np.concatenate([c.context, a.prompt]) for c, a in zip(cases, asks, strict=True)]
         context = reader.read(prompts, method, headroom_tokens=max_new_tokens)
         sizes.append(context.bytes)
-        out = context.generate(max_new_tokens=max_new_tokens, use_up=True)
+        out = context.generate(max_new_tokens=max_new_tokens, donate=True)
         replies.append(_answers(reader.model, out, asks))
     # The prompts differ by their questions alone, so the first ones' bytes stand for all.
     return replies, sizes[0]
@@ -93,7 +93,7 @@ def ask_conversation(
             lengths = [(len(tokens), len(answer)) for tokens, answer in zip(fed[i], answers[i], strict=True)]
             decoded = [[t < num_answer for t in range(num_tokens)] for num_tokens, num_answer in lengths]
             following = context.feed(fed[i], decoded=decoded, width=_common_width(fed[i]))
-        out = context.generate(max_new_tokens=max_new_tokens, use_up=True)
+        out = context.generate(max_new_tokens=max_new_tokens, donate=True)
         replies.append(_answers(reader.model, out, asks))
         context = following
     return replies, size

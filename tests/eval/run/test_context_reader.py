@@ -36,9 +36,9 @@ def exact_reads(monkeypatch):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_it_reads_as_read_does(method):
-    expected = kvjax.read(MODEL, ROWS, method, room=20, width=64)
+    expected = kvjax.read(MODEL, ROWS, method, headroom=20, width=64)
     context = ContextReader(MODEL).read(ROWS, method, headroom_tokens=20, width=64)
-    np.testing.assert_allclose(context.last, expected.last, atol=1e-5)
+    np.testing.assert_allclose(context.last_logits, expected.last_logits, atol=1e-5)
     assert context.cache.capacity == expected.cache.capacity and context.bytes == expected.bytes
     for a, b in zip(context.kept_positions(), expected.kept_positions(), strict=True):
         for row, other in zip(a, b, strict=True):

@@ -167,8 +167,8 @@ def test_room_for_what_follows_is_counted_apart():
     contexts = [draw(64), draw(64)]
     a = MODEL.config.kind(0).attention
     for name, fraction in (("full", 1), ("snapkv:budget=16,window=4", 1 / 4)):
-        roomy = kvjax.read(MODEL, contexts, name, room=192).bytes
-        tight = kvjax.read(MODEL, contexts, name, room=64).bytes
+        roomy = kvjax.read(MODEL, contexts, name, headroom=192).bytes
+        tight = kvjax.read(MODEL, contexts, name, headroom=64).bytes
         assert roomy.held == tight.held and roomy.reserved["device"] == 3 * tight.reserved["device"] > 0
         rows = 2 * MODEL.config.layers * a.kv_heads * 64 * fraction * 2 * a.head_dim * 4
         assert rows <= roomy.held["device"] <= 1.1 * rows  # keys, values, and their positions
