@@ -168,6 +168,7 @@ def _attend_prompt(cache: LayerCache, inputs: LayerInputs, length: Array, order:
 def _attend_copy(cache: LayerCache, inputs: LayerInputs, positions: Array, up: Any) -> Any:
     """Runs the copy of a chunk of the prompt, which `finish` has the decoder repeat; its tokens are not stored."""
     layer, state = cache.layer, cache.state
+    assert cache.length is not None
     mode, call = PromptReplay(state.start, positions, cache.length), LayerCall(layer.bound, layer.spec.rule)
     out, prompt, up = _run(mode, state.prompt, inputs, up, call=call, mesh=layer.mesh)
     return out, dataclasses.replace(cache, state=dataclasses.replace(state, prompt=prompt)), up

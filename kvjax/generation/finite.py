@@ -7,7 +7,9 @@ the end of a sequence may be anything.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,9 @@ import numpy as np
 from kvjax.core import memory
 from kvjax.core.mesh import to_numpy
 from kvjax.core.types import Array
+from kvjax.engine.forward import Target
+from kvjax.engine.plan import bind
+from kvjax.engine.prefill import prefill
 from kvjax.errors import KvjaxError
 from kvjax.models.model import Model
 
@@ -24,10 +29,6 @@ REMEDIES = {
     "bfloat16": "load the model with dtype='float32', or take another method",
     "float32": "its weights are damaged, or too large: convert its checkpoint again",
 }
-FIND_LAYER = (
-    "With JAX_DEBUG_INFS=1 and JAX_DEBUG_NANS=1 in the environment JAX stops at the first operation that gives such a "
-    "number, in the model's layer"
-)
 
 
 def check_logits(
@@ -78,7 +79,33 @@ def nonfinite_error(model: Model, place: str) -> KvjaxError:
                     f"the logits {place} are not finite: the parameter {name} of the model is not; convert its "
                     "checkpoint again, or load it anew"
                 )
-    return KvjaxError(f"the logits {place} are not finite: {cause}; {remedy}. {FIND_LAYER}")
+    return KvjaxError(
+        f"the logits {place} are not finite: {cause}; {remedy}. "
+        "kvjax.generation.finite.find_layer(model, ids) finds the layer where they begin"
+    )
+
+
+def find_layer(model: Model, ids: Sequence[int]) -> int | None:
+    """Runs a text under exact attention, and finds the first layer whose output is not finite.
+
+    Args:
+      model: from `kvjax.load`.
+      ids: of the text.
+
+    Returns:
+      The layer's index from 0 on; None where all outputs are finite, so that the head or the method is the cause.
+    """
+    target, is_finite = Target(model.config, model.auto_mesh), []
+
+    def watch(*arguments: Any, **static: Any) -> Any:
+        outputs = target.run_layer(*arguments, **static)
+        is_finite.append(bool(to_numpy(jnp.isfinite(outputs[0]).all())))
+        return outputs
+
+    tokens, lengths = jnp.asarray([ids], jnp.int32), jnp.asarray([len(ids)], jnp.int32)
+    watched = dataclasses.replace(target, run_layer=watch)
+    prefill(model.auto_params, tokens, lengths, bind("full", model.config), watched, len(ids))
+    return None if all(is_finite) else is_finite.index(False)
 
 
 @jax.jit
