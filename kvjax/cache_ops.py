@@ -127,7 +127,7 @@ def join(caches: Sequence[Cache]) -> Cache:
     ones, which count as reserved bytes.
 
     Raises:
-      KvjaxError: caches of different models, methods or capacities, or of a layer of one's own whose arrays differ.
+      KvjaxError: caches of different models, methods or capacities, or of a layer of your own whose arrays differ.
     """
     if not caches:
         raise KvjaxError("no caches were given; pass one or more")

@@ -10,7 +10,7 @@ is kvjax's: the package's own runs the last token of a prompt twice, which only 
 Under a method whose size is constant, a conversation may become longer than `cache_length`; under others the end of
 the cache is an error, and no answer stops in silence.
 
-`init_cache` and `apply` are the model alone, for loops of one's own. Nothing of the package is replaced: Flax's
+`init_cache` and `apply` are the model alone, for loops of your own. Nothing of the package is replaced: Flax's
 interceptors hand queries, keys and values to `custom_decoder.attend`, while `apply` runs.
 """
 

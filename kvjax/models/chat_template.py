@@ -148,7 +148,7 @@ def _named_failures() -> Iterator[None]:
         what = f"refuses these messages, saying {str(e)[:500]!r}; change them so"
         if not isinstance(e, _Refusal):
             what = (
-                f"fails with {type(e).__name__}: {str(e)[:500]!r}; mend {FILE} (or the chat_template of {CONFIG}) in "
+                f"fails with {type(e).__name__}: {str(e)[:500]!r}; fix {FILE} (or the chat_template of {CONFIG}) in "
                 "the source of the model and convert it again, or the template that you gave as chat_template, or "
                 "write the text that the model expects yourself and give it to kvjax.generate"
             )

@@ -48,7 +48,7 @@ MEANT = {
 
 REMEDIES = {
     "do_sample": "a temperature above 0 draws tokens, and decoding is greedy without one",
-    "num_beams": "there is no beam search; kvjax.functional.take moves the caches of one's own",
+    "num_beams": "there is no beam search; kvjax.functional.take moves the caches of your own",
     "best_of": "give a prompt several times, and each copy draws for itself",
     "n": "give a prompt several times, and each copy draws for itself",
     "num_return_sequences": "give a prompt several times, and each copy draws for itself",

@@ -402,7 +402,7 @@ def test_stream_chat_yields_the_text_of_chat(model):
         ({"chat_template": ["brief"]}, r"none is called \['brief'\]"),
         (
             {"chat_template": "{% if"},
-            "TemplateSyntaxError: .*; mend .*, or the template that you gave as chat_template, or",
+            "TemplateSyntaxError: .*; fix .*, or the template that you gave as chat_template, or",
         ),
         ({"continue_final_message": "no"}, "continue_final_message is True or False, got 'no'"),
         ({"continue_final_message": 2}, "continue_final_message is True or False, got 2"),
