@@ -137,7 +137,7 @@ def test_the_date_is_todays():
             "{{ raise_exception('roles must take\x1b turns') }}",
             r"refuses these messages, saying 'roles must take\\x1b t",
         ),
-        ("{{ nothing.at_all }}", "UndefinedError.*'nothing' is undefined.*mend chat_template.jinja"),
+        ("{{ nothing.at_all }}", "UndefinedError.*'nothing' is undefined.*fix chat_template.jinja"),
         ("{% if %}", "TemplateSyntaxError"),
         ("{% for i in range(100001) %}{% endfor %}", "Range too big"),
         ("{{ messages[0].update(role='system') }}", "SecurityError.*'update' of 'dict' object is unsafe"),
