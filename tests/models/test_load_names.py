@@ -44,9 +44,7 @@ def test_a_broken_template_is_mended_in_the_source_since_a_mended_copy_is_refuse
     params, files = random_model(CONFIG).params, {"chat_template.jinja": b"{{ nothing.at_all }}"}
     checkpoint.save(tmp_path / "model", CONFIG, params, extra_files=files)
     template = kvjax.load(tmp_path / "model").chat_template
-    with pytest.raises(
-        KvjaxError, match=r"fix chat_template.jinja .* in the source of the model and convert it again"
-    ):
+    with pytest.raises(KvjaxError, match=r"fix chat_template.jinja .* in the source of the model and convert it again"):
         template.render([[{"role": "user", "content": "a"}]])
     (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages[0].content }}")
     with pytest.raises(KvjaxError, match="chat_template.jinja is missing or not what was written"):
