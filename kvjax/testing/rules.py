@@ -34,11 +34,11 @@ from kvjax.engine.layer_prompt import LayerPrompt, observed_block
 from kvjax.engine.plan import bind
 from kvjax.engine.prefill import prefill, prefill_exactly
 from kvjax.errors import KvjaxError
-from kvjax.generation.compile_options import target_for
 from kvjax.generation.generate import generate
 from kvjax.generation.inputs import pad, round_up
 from kvjax.generation.memory_plan import planned_bytes
 from kvjax.generation.model_calls import capacity_for, extend_padded, logits, replay_prompts, run_prompts
+from kvjax.generation.programs import target_for
 from kvjax.models.model import Model
 from kvjax.registry.strings import method_of
 from kvjax.testing.index_guard import GuardedMethod, IndexRead
