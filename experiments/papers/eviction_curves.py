@@ -17,6 +17,7 @@ import numpy as np
 from rich.table import Table
 
 import kvjax
+from experiments.axes import limit_percents
 from experiments.bench.measuring import machine, parse_integers, table
 from experiments.papers import common
 from experiments.papers.eviction import WHEN, Measurements, eviction_parser, measure
@@ -30,7 +31,6 @@ from experiments.papers.eviction_tables import (
     signature_note,
 )
 from kvjax import KvjaxError
-from kvjax.eval.page.charts import set_percent_axis
 
 
 def infllm(budget: int) -> str:
@@ -143,7 +143,7 @@ def plot(path: Path, found: Measurements, every: Sequence[Curve], budgets: Seque
         ax.set_xticks(budgets, list(map(str, budgets)))
         ax.set(xlabel="budget, tokens (logarithmic)", title=NAMES.get(when, when))
     if field == "right":
-        set_percent_axis(axes[0].yaxis, 100)  # the panels share this axis
+        limit_percents(axes[0])  # the panels share this axis
     axes[0].set_ylabel("right answers, %" if field == "right" else "nats per token")
     return save_panels(fig, axes, path, 6)
 

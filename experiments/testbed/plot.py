@@ -11,8 +11,8 @@ import numpy as np
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402
 
+from experiments.axes import limit_percents  # noqa: E402
 from experiments.testbed.batches import KINDS  # noqa: E402
-from kvjax.eval.page.charts import set_percent_axis  # noqa: E402
 
 
 def read_log(path: Path) -> list[dict]:
@@ -48,6 +48,6 @@ def draw_curve(log: Path, image: Path) -> None:
     axes[2].set_yticks(lengths, [f"{n:,}" for n in lengths])
     axes[2].minorticks_off()
     if axes[1].lines:
-        set_percent_axis(axes[1].yaxis, 100)
+        limit_percents(axes[1])
     figure.savefig(image, dpi=120)
     plt.close(figure)

@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> None:
     if not contexts:
         raise KvjaxError(f"no context in {args.context!r}; for example --context 32k,128k")
     if args.plot is not None:
-        import_optional("matplotlib", "plots need")
+        import_optional("altair", "plots need")
         if os.path.isdir(args.plot) or args.plot.suffix not in (".png", ".svg", ".pdf"):
             raise KvjaxError(f"--plot {args.plot} must be a file whose name ends in .png, .svg or .pdf")
         check_output(args.plot)
@@ -243,35 +243,30 @@ def describe_nearest(model: PlannedModel, plans: Sequence[PlanRow], options: Map
 
 
 def draw(model: PlannedModel, hardware: Hardware, mesh: tuple[int, int], plans: Sequence[PlanRow], path: Path) -> None:
-    """Draws the bytes of a device against the context, one line a method, hollow where it does not fit."""
-    import matplotlib
-    from matplotlib.figure import Figure
+    """Draws the bytes of a device against the context, one line a method, pale where it does not fit."""
+    import altair as alt
 
-    from kvjax.eval.page.charts import assign_styles
-    from kvjax.eval.page.plots import RC
+    from kvjax.eval.page import charts
 
-    styles = assign_styles(list(dict.fromkeys(p.method for p in plans if p.refusal is None)))
-    with matplotlib.rc_context(RC):
-        fig = Figure(figsize=(7.2, 4.6), layout="constrained")
-        ax = fig.subplots()
-        for name, style in styles.items():
-            own = sorted((p for p in plans if p.method == name), key=lambda p: p.context)
-            points = [(p.context, p.device_bytes.peak / 1e9, p.fits) for p in own if p.device_bytes is not None]
-            ax.plot([x for x, _, _ in points], [y for _, y, _ in points], color=style.color, linewidth=1.4)
-            for x, y, fits in points:
-                face = style.color if fits else "white"
-                ax.plot(x, y, style.marker, color=style.color, markerfacecolor=face, markersize=5)
-            ax.plot([], [], style.marker, linestyle="-", color=style.color, markersize=5, label=name)
-        usable = Setting(model, hardware).usable_bytes / 1e9
-        ax.axhline(usable, color="#888888", linestyle=":", label=f"{usable:,.1f} GB for programs; hollow: does not fit")
-        contexts = sorted({p.context for p in plans})
-        ax.set_xscale("log")
-        ax.set_xticks(contexts, [f"{n // 1024}k" if n % 1024 == 0 else f"{n:,}" for n in contexts], minor=False)
-        ax.set_xticks([], minor=True)
-        ax.set_ylim(bottom=0)
-        ax.grid(True)
-        ax.set_title(f"{model.name} on {describe_devices(hardware, mesh)}, batch {plans[0].batch:,}: bytes of a device")
-        ax.set_xlabel("context, tokens (logarithmic)")
-        ax.set_ylabel("GB at the peak of prefill and decoding")
-        fig.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8)
-        fig.savefig(path, dpi=150)
+    rows = [
+        {"method": p.method, "context": p.context, "gb": p.device_bytes.peak / 1e9, "fits": p.fits}
+        for p in plans
+        if p.refusal is None and p.device_bytes is not None
+    ]
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    usable = Setting(model, hardware).usable_bytes / 1e9
+    x = alt.X("context:Q", scale=alt.Scale(type="log", padding=16), title="context, tokens (logarithmic)").axis(
+        values=sorted({p.context for p in plans}),
+        labelExpr="datum.value % 1024 ? format(datum.value, ',') : datum.value / 1024 + 'k'",
+    )
+    y = alt.Y("gb:Q", title="GB at the peak of prefill and decoding", scale=alt.Scale(zero=True))
+    base = alt.Chart(alt.Data(values=rows)).encode(x, y)
+    line = base.mark_line(strokeWidth=1.4).encode(charts.color_of(methods))
+    opacity = alt.condition("datum.fits", alt.value(1), alt.value(0.3))
+    points = base.mark_point(filled=True).encode(charts.color_of(methods), charts.shape_of(methods), opacity=opacity)
+    limit = alt.Chart(alt.Data(values=[{"gb": usable}])).mark_rule(strokeDash=[2, 3], color="#888888").encode(y="gb:Q")
+    title = (
+        f"{model.name} on {describe_devices(hardware, mesh)}, batch {plans[0].batch:,}: bytes of a device; "
+        f"{usable:,.1f} GB are for programs, pale: does not fit"
+    )
+    (limit + line + points).properties(title=title, width=560, height=330).save(str(path), scale_factor=2)

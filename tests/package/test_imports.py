@@ -16,6 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 HEAVY = [
     "jax.experimental.pallas",  # Triton behind it; only GPUs run the kernels
+    "altair",
     "matplotlib",
     "optax",
     "orbax.checkpoint",

@@ -22,6 +22,7 @@ import numpy as np
 from jax import lax
 
 import kvjax
+from experiments.axes import limit_percents
 from experiments.bench import measuring
 from experiments.bench.decoders import random_loop, time_decode_steps
 from experiments.papers import common, questions
@@ -29,7 +30,6 @@ from kvjax import KvjaxError, Model
 from kvjax.core import memory
 from kvjax.core.attention import Rule, scores, weights
 from kvjax.core.types import Array
-from kvjax.eval.page.charts import set_percent_axis
 from kvjax.eval.run.machine import machine
 from kvjax.eval.tasks.symbols import knows_symbols
 
@@ -190,7 +190,7 @@ def draw(axes: Any, rates: dict[str, list[dict[str, Any]]], moved: list[dict[str
         axes[0].plot(x, greedy, marker="s", ls="--", color=f"C{i}", label=f"greedy, {name}")
     axes[0].set(xscale="log", xlabel="k, % of the keys (logarithmic)", ylabel="hit rate, %", ylim=(0, 102))
     axes[0].xaxis.set_major_formatter("{x:g}")
-    set_percent_axis(axes[0].yaxis, 100)
+    limit_percents(axes[0])
     x = [r["tokens"] for r in moved]
     for name, label in (("all", "move all"), ("run", "a run of rows"), ("scattered", "scattered rows")):
         axes[1].plot(x, [r[name]["median"] * 1e3 for r in moved], marker="o", label=label)

@@ -134,14 +134,7 @@ def _run(args: argparse.Namespace, workers: RayWorkers | None) -> None:
     spec = Spec(tuple(args.lengths or lengths(model)), args.contexts, 1, args.depths, args.seed, args.text)
     records = evaluate_methods(args, model, methods, [TASK], spec, workers)
     found, path = cells(records), args.out / "specache_figure4.png"
-    maps = charts.needle_panels(records)[TASK]
-
-    def draw(axes: Any) -> None:
-        for ax, panel in zip([axes] if len(maps) == 1 else axes, maps, strict=True):
-            panel.draw(ax)
-            ax.set_title(panel.title, fontsize=9)
-
-    common.save_figure(path, draw, len(maps))
+    charts.draw_needles(records)[TASK].save(str(path), scale_factor=2)
     rows = [(m, *(format_method_score(method_score(found, m, n)) for n in (*spec.lengths, None))) for m in methods]
     heads = ("method", *(f"{n:,} tokens" for n in spec.lengths), "all")
     title = f"SpeCache, Figure 4: needle, {args.model}, {args.depths} depths, {args.contexts} contexts each"

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import kvjax
+from experiments.axes import limit_percents
 from experiments.bench.measuring import machine, parse_integers, report, table
 from experiments.papers import common
-from kvjax.eval.page.charts import set_percent_axis
 
 TOPK = [0, 4, 8, 16, 32, 64, 128]
 # Averages over 10 LongBench tasks in Table 1, 1 bit, g = 32: Mistral, LLaMA-3. Its k = 0 has a residual of 128 tokens.
@@ -53,7 +53,7 @@ def draw(axes: Any, records: Sequence[dict[str, Any]], names: Sequence[str]) -> 
         axis.set(xlabel="tokens fetched per key/value head, k (logarithmic)", ylabel=name, xticks=k, xticklabels=k)
         axis.grid(alpha=0.3)
     axes[0].set_ylim(-3, 103)
-    set_percent_axis(axes[0].yaxis, 100)
+    limit_percents(axes[0])
     if full["tasks"]:
         axes[0].legend(title="dashed: full")
     else:

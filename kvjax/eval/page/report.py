@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvjax.eval.page import intervals, paired_difference, plots, summary
+import altair as alt
+import jinja2
+import markupsafe
+import vl_convert
+
+from kvjax.eval.page import charts, intervals, paired_difference, summary
 from kvjax.eval.page.paired_difference import Difference
 from kvjax.eval.page.summary import Record, Row
 from kvjax.eval.run import store
 from kvjax.eval.tasks import examples
 from kvjax.utils import display
 from kvjax.utils.files import write_text
-from kvjax.utils.packages import import_optional
 
 PAGE, TEMPLATE = "report.html", "report.html.j2"
 COSTS = (  # field, heading, unit, words, digits
@@ -44,30 +48,28 @@ def read(directory: Path) -> list[Record]:
 
 
 def render(records: Sequence[Record], run: Mapping[str, Any]) -> str:
-    """Renders the page's HTML; raises KvjaxError if jinja2 is not installed."""
-    jinja2, markupsafe = (import_optional(name, "the report needs") for name in ("jinja2", "markupsafe"))
+    """Renders the page's HTML, which holds its data and the library that draws them."""
     # Methods come as they were asked for, then methods of earlier runs.
     place = {m: i for i, m in enumerate(run.get("methods") or [])}
     rows = summary.rows(sorted(records, key=lambda r: place.get(r["method"], len(place))))
     methods = summary.distinct_values(rows, "method")
     lengths = summary.lengths(rows) or [None]
-    options = {"autoescape": True, "undefined": jinja2.StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
-    page = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), **options)
-    page.filters["breaks"] = lambda text: markupsafe.Markup(re.sub("([,.:])", r"\1<wbr>", str(markupsafe.escape(text))))
+    page = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     return page.get_template(TEMPLATE).render(
         run=run,
         title=f"{run.get('model', 'a model')}: {display.count(len(methods), 'method')}",
         headline=headline(rows, records, run),
         notes=examples.missing_example_notes((r["task"], r["about"]) for r in records),
-        lengths=lengths,
         main=summary.main_length(rows),
         tables=[_table(rows, length) for length in lengths],
-        figures=[
-            (p, [(a.title, markupsafe.Markup(svg)) for a, svg in zip(p.panels, plots.svgs(p), strict=True)])
-            for p in plots.plots(rows, records)
-        ],
-        legend=[(m, markupsafe.Markup(plots.marker_svg(s))) for m, s in plots.assign_styles(methods).items()],
-        scale=plots.COLOR_SCALE,
+        pictures=[(p, p.chart.to_dict()) for p in charts.pictures(rows, records)],
+        vega=_vega(),
         limits={
             "confidence": f"{100 * intervals.CONFIDENCE:.0f}%",
             "loss": f"{100 * paired_difference.TOLERATED_LOSS:.0f}",
@@ -75,8 +77,14 @@ def render(records: Sequence[Record], run: Mapping[str, Any]) -> str:
             "enough": paired_difference.ENOUGH_CONTEXTS,
         },
         environment=list(_flatten_run(run)),
-        columns=COSTS,
     )
+
+
+@functools.cache
+def _vega() -> markupsafe.Markup:
+    """The JavaScript that draws charts, as a script that sets `vegaEmbed`."""
+    version = ".".join(alt.SCHEMA_VERSION.split(".")[:2])
+    return markupsafe.Markup(vl_convert.javascript_bundle(vl_version=version))
 
 
 def headline(rows: Sequence[Row], records: Sequence[Record], run: Mapping[str, Any]) -> dict[str, Any]:

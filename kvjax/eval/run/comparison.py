@@ -19,7 +19,7 @@ from kvjax.utils.files import expand_user, write_text
 from kvjax.utils.packages import import_optional
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from kvjax.eval.page.charts import Picture
 
 TABLE_COLUMNS = 112  # columns that the table needs, whatever the terminal says
 
@@ -69,28 +69,27 @@ class Comparison(Sequence[EvalRow]):
             write_text(expand_user(path), text)
         return text
 
-    def plot(self, path: str | Path | None = None) -> Figure:
-        """Plots quality against bytes on the device, a panel per family of tasks; a notebook shows the figure.
+    def plot(self, path: str | Path | None = None) -> Picture:
+        """Plots quality against bytes on the device, a panel per family of tasks; a notebook shows the picture.
 
         Args:
-          path: a file to write, in the format of its ending (.png, .svg, .pdf).
+          path: a file to write, in the format of its ending (.png, .svg, .pdf, .html).
 
         Returns:
-          A Matplotlib figure.
+          A picture, whose `chart` is Altair's.
 
         Raises:
-          KvjaxError: Matplotlib is not installed, or no row has both a quality and bytes.
+          KvjaxError: Altair is not installed, or no row has both a quality and bytes.
         """
-        import_optional("matplotlib", "plots need")
-        from kvjax.eval.page import plots
+        import_optional("altair", "plots need")
+        from kvjax.eval.page import charts
 
         rows = self.to_dicts()
         length = summary.main_length(rows)
-        styles = plots.assign_styles(summary.distinct_values(rows, "method"))
-        panels = tuple(plots.charts.tradeoff_panels(summary.at_length(rows, length), styles))
-        if not panels:
+        chart = charts.draw_tradeoff(summary.at_length(rows, length), summary.distinct_values(rows, "method"))
+        if chart is None:
             raise KvjaxError("there is no row with both a quality and bytes to draw; compare methods on a task first")
-        figure = plots.figure(plots.Plot("tradeoff", "tradeoff", panels, length, styles))
+        picture = charts.Picture("tradeoff", "tradeoff", length, chart)
         if path is not None:
-            figure.savefig(expand_user(path), dpi=150)
-        return figure
+            picture.save(expand_user(path))
+        return picture

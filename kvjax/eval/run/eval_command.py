@@ -124,7 +124,7 @@ def _run(args: argparse.Namespace, mesh: Mesh | None, workers: RayWorkers | None
 
 def _missing_packages() -> list[str]:
     """Those packages that plots and the page need and that are not installed."""
-    return [name for name in ("matplotlib", "jinja2") if importlib.util.find_spec(name) is None]
+    return [name for name in ("altair", "vl_convert") if importlib.util.find_spec(name) is None]
 
 
 def _choose_part(args: argparse.Namespace) -> Part | None:
@@ -156,7 +156,7 @@ def _without_part(words: Sequence[str]) -> list[str]:
 
 
 def demo(args: argparse.Namespace) -> None:
-    """Compares methods on a choice of tasks, prints the table, and writes demo.json and, with Matplotlib, demo.png."""
+    """Compares methods on a choice of tasks, prints the table, and writes demo.json and, with Altair, demo.png."""
     methods = args.methods if args.methods is not None else ALL_DEMO_METHODS if args.full else DEMO_METHODS
     resolve(methods)
     make_folder(args.out, "--out")  # an impossible folder is reported now
@@ -171,8 +171,8 @@ def demo(args: argparse.Namespace) -> None:
     if symbols.knows_symbols(model):
         print(SMALL_MODEL_NOTE)
     rows.to_json(args.out / "demo.json")
-    if importlib.util.find_spec("matplotlib") is None:
-        print(f"wrote {args.out / 'demo.json'}; a plot of it needs matplotlib: {INSTALL}")
+    if importlib.util.find_spec("altair") is None:
+        print(f"wrote {args.out / 'demo.json'}; a plot of it needs altair: {INSTALL}")
     else:
         rows.plot(args.out / "demo.png")
         print(f"wrote {args.out / 'demo.json'} and {args.out / 'demo.png'}")
@@ -211,9 +211,9 @@ def summarize(out: Path) -> None:
     if missing := _missing_packages():  # as was said before the run, whose results are whole without the page
         _say(f"no plots and no page without {' and '.join(missing)}: {INSTALL}, then kvjax report {out}")
         return
-    from kvjax.eval.page import plots, report
+    from kvjax.eval.page import charts, report
 
-    pictures = plots.write(plots.plots(rows, records), out)
+    pictures = charts.write(charts.pictures(rows, records), out)
     paths = [*pictures[:1], report.write(out)]
     print("wrote " + ", ".join(str(p.parent if p.suffix == ".png" else p) for p in paths))
 
@@ -228,7 +228,7 @@ def report(args: argparse.Namespace) -> None:
         return
     if args.out is not None:
         raise KvjaxError("--out is where several folders are put together; a page of one folder goes into it")
-    import_optional("matplotlib", "plots need")
+    import_optional("altair", "plots need")
     from kvjax.eval.page import report
 
     (out,) = args.dir

@@ -245,10 +245,10 @@ def test_the_list_of_tasks(toy, capsys):
 
 
 def test_without_the_libraries_of_the_page_the_table_is_still_written(toy, tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "altair", None)
     find_spec = importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "matplotlib" else find_spec(name))
-    for name in ("plots", "report", "charts"):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "altair" else find_spec(name))
+    for name in ("report", "charts"):
         monkeypatch.delitem(sys.modules, f"kvjax.eval.page.{name}", raising=False)
         monkeypatch.delattr(f"kvjax.eval.page.{name}", raising=False)
     earlier_errors = []
@@ -260,8 +260,8 @@ def test_without_the_libraries_of_the_page_the_table_is_still_written(toy, tmp_p
 
     monkeypatch.setattr(eval_command, "compare", note_and_compare)
     assert cli.main([*toy, "--out", str(tmp_path), "--no-speed", "--methods", "full"]) == 0
-    assert "kvjax: without matplotlib there will be summary.csv and no page; for that: pip install" in earlier_errors[0]
+    assert "kvjax: without altair there will be summary.csv and no page; for that: pip install" in earlier_errors[0]
     assert (tmp_path / eval_command.CSV).read_text().count("\n") == 3 and not (tmp_path / "report.html").exists()
     end = capsys.readouterr().err
-    assert f'no plots and no page without matplotlib: pip install "kvjax[eval]", then kvjax report {tmp_path}' in end
-    assert cli.main(["report", str(tmp_path)]) == 2 and "plots need matplotlib" in capsys.readouterr().err
+    assert f'no plots and no page without altair: pip install "kvjax[eval]", then kvjax report {tmp_path}' in end
+    assert cli.main(["report", str(tmp_path)]) == 2 and "plots need altair" in capsys.readouterr().err
