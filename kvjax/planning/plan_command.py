@@ -255,11 +255,13 @@ def draw(model: PlannedModel, hardware: Hardware, mesh: tuple[int, int], plans: 
     ]
     methods = list(dict.fromkeys(row["method"] for row in rows))
     usable = Setting(model, hardware).usable_bytes / 1e9
-    x = alt.X("context:Q", scale=alt.Scale(type="log", padding=16), title="context, tokens (logarithmic)").axis(
+    x = alt.X(
+        "context:Q", scale=alt.Scale(type="log", padding=16, nice=False), title="context, tokens (logarithmic)"
+    ).axis(
         values=sorted({p.context for p in plans}),
         labelExpr="datum.value % 1024 ? format(datum.value, ',') : datum.value / 1024 + 'k'",
     )
-    y = alt.Y("gb:Q", title="GB at the peak of prefill and decoding", scale=alt.Scale(zero=True))
+    y = alt.Y("gb:Q", title="GB at the peak of prefill and decoding")
     base = alt.Chart(alt.Data(values=rows)).encode(x, y)
     line = base.mark_line(strokeWidth=1.4).encode(charts.color_of(methods))
     opacity = alt.condition("datum.fits", alt.value(1), alt.value(0.3))
