@@ -63,8 +63,9 @@ class KvjaxLM(TemplateLM):
       model: as in `kvjax.load`.
       method: a value, or its string, where "/" stands for "," if it has no comma.
       batch_size: prompts at a time.
-      max_length: most tokens of a prompt and its continuation (default: the model's positions); longer prompts lose
-        their beginning, as in lm_eval's own models.
+      max_length: most tokens of a prompt and its continuation (default: the model's positions).
+      truncation: where longer prompts are cut: "left", as in lm_eval's own models, or "middle", as in LongBench's
+        script.
       max_gen_toks: most tokens of a generated text, where a task does not say.
       prefix_token_id: opens texts without a prompt (default: the model's beginning-of-sequence id, else its first
         end-of-sequence id).
@@ -82,6 +83,7 @@ class KvjaxLM(TemplateLM):
         method: str | KVMethod = "full",
         batch_size: int | str = 1,
         max_length: int | None = None,
+        truncation: str = "left",
         max_gen_toks: int = 256,
         prefix_token_id: int | None = None,
         dtype: str | None = None,
@@ -108,6 +110,9 @@ class KvjaxLM(TemplateLM):
         self.chat_template_args = dict(chat_template_args or {})
         if enable_thinking is not None:
             self.chat_template_args["enable_thinking"] = enable_thinking
+        if truncation not in ("left", "middle"):
+            raise KvjaxError(f"truncation must be 'left' or 'middle', got {truncation!r}")
+        self.truncation = truncation
         self.max_length = int(max_length or self.model.config.max_positions)
         self.max_gen_toks, self.seed, self._prefix = int(max_gen_toks), int(seed), prefix_token_id
 
@@ -208,7 +213,7 @@ class KvjaxLM(TemplateLM):
             )
         out: list = [None] * len(pairs)
         # The last token of a continuation is scored and never fed, and so takes no position.
-        pairs = [(self._keep_end(prompt, len(rest) - 1), rest) for prompt, rest in pairs]
+        pairs = [(self._truncate(prompt, len(rest) - 1), rest) for prompt, rest in pairs]
         sizes = {i: (len(prompt), len(rest)) for i, (prompt, rest) in enumerate(pairs)}
         for indices in self._batches(sizes, "loglikelihood", quiet):
             prompts, rests = zip(*(pairs[i] for i in indices), strict=True)
@@ -230,7 +235,7 @@ class KvjaxLM(TemplateLM):
         for group in groups.values():
             until, most, sampling = self._parse_options(requests[group[0]].args[1])
             encoded = {i: self.tok_encode(requests[i].args[0]) or [self.prefix_token_id] for i in group}
-            prompts = {i: self._keep_end(prompt, most) for i, prompt in encoded.items()}
+            prompts = {i: self._truncate(prompt, most) for i, prompt in encoded.items()}
             sizes = {i: (len(prompt), 0) for i, prompt in prompts.items()}
             batches = self._batches(sizes, "generate_until", disable_tqdm)
             for number, indices in enumerate(batches):
@@ -264,16 +269,17 @@ class KvjaxLM(TemplateLM):
         stops = [stop for stop in (until if isinstance(until, list | tuple) else [until]) if stop]
         return stops, next(limits, self.max_gen_toks), sampling
 
-    def _keep_end(self, prompt: list[int], num_following: int) -> list[int]:
-        """The prompt's end, so that more tokens fit into max_length; raises KvjaxError if not even one token does."""
+    def _truncate(self, prompt: list[int], num_following: int) -> list[int]:
+        """Cuts a prompt, so that more tokens fit into max_length; raises KvjaxError if not even one token does."""
         left = self.max_length - num_following
         if left < 1:
             raise KvjaxError(
                 f"{num_following} tokens after a prompt leave no room in max_length={self.max_length}; raise it"
             )
         if len(prompt) > left:
-            logging.getLogger(__name__).warning("a prompt of %d tokens is cut to its last %d", len(prompt), left)
-        return prompt[-left:]
+            logging.getLogger(__name__).warning("a prompt of %d tokens is cut to %d", len(prompt), left)
+        first = left // 2 if self.truncation == "middle" and len(prompt) > left else 0
+        return prompt[:first] + prompt[first - left :]
 
     def _batches(self, sizes: dict[int, tuple[int, int]], name: str, quiet: bool) -> Iterator[list[int]]:
         """Indices of similar size together, the longest first."""

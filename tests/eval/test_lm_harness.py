@@ -5,6 +5,7 @@ import functools
 import json
 import sys
 import warnings
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -137,6 +138,9 @@ def test_prompts_and_texts_beyond_max_length():
     windows = [([256], t[:17]), (t[16:17], t[17:34]), (t[22:34], t[34:])]
     expected = sum(exact_likelihood(*window)[0] for window in windows)
     assert values == [pytest.approx(expected, rel=1e-5), 0]
+    assert KvjaxLM(TOY, max_length=17, truncation="middle")._truncate(list(range(40)), 10) == [0, 1, 2, 36, 37, 38, 39]
+    with pytest.raises(KvjaxError, match="truncation must be 'left' or 'middle', got 'right'"):
+        KvjaxLM(TOY, truncation="right")
     with pytest.raises(KvjaxError, match="leave no room in max_length=17"):
         lm.loglikelihood(make_requests("loglikelihood", ("a", "b" * 30)), disable_tqdm=True)
 
@@ -326,6 +330,24 @@ def test_a_whole_run_of_local_tasks(tasks):
     texts = {s["doc_id"]: s["resps"][0][0] for s in out["samples"]["toy_until"]}
     for i, doc in enumerate(DOCS):
         assert texts[i] == TOY.tokenizer.decode(greedy_continuation(ids(doc["text"]), 10)).split("\n")[0]
+
+
+def test_a_benchmark_of_lm_eval_reads_local_files_as_the_documentation_says(tasks):
+    problems = [{"question": f"Tom has {i} eggs. How many?", "answer": f"He has {i}.\n#### {i}"} for i in range(3)]
+    (tasks / "gsm8k.jsonl").write_text("".join(json.dumps(p) + "\n" for p in problems))
+    published = Path(lm_eval.__file__).parent / "tasks/gsm8k/gsm8k.yaml"
+    files = {"train": str(tasks / "gsm8k.jsonl"), "test": str(tasks / "gsm8k.jsonl")}
+    (tasks / "gsm8k_local.yaml").write_text(
+        f"include: {published}\ntask: gsm8k_local\ndataset_path: json\ndataset_name: null\n"
+        f"dataset_kwargs: {json.dumps({'data_files': files, 'cache_dir': str(tasks / 'cache')})}\n"
+    )
+    manager = TaskManager(include_path=str(tasks), include_defaults=False)
+    out = lm_eval.simple_evaluate(
+        KvjaxLM(TOY, "full", max_gen_toks=2), tasks=["gsm8k_local"], task_manager=manager, num_fewshot=1, limit=1
+    )
+    (sample,) = [s for s in out["samples"]["gsm8k_local"] if s["filter"] == "strict-match"]
+    prompt = sample["arguments"][0][0]
+    assert prompt.startswith("Question: Tom has") and prompt.endswith("Question: Tom has 0 eggs. How many?\nAnswer:")
 
 
 def test_the_command_line_knows_the_model(tasks, monkeypatch, capsys):

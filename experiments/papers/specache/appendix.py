@@ -1,16 +1,14 @@
 """SpeCache, appendix C: all 15 LongBench tasks, the methods of Table 2 and KIVI.
 
-python -m experiments.papers.specache.appendix --model DIR --data DATA [--length 7500] [--contexts 200] [--run DIR]
 python -m experiments.papers.specache.appendix [--ratios 8] [--tasks ruler.vt,symbols.copying]
 
-With --data the tasks are LongBench's own, from local files; without it, synthetic tasks stand in for them.
+Synthetic tasks stand in for LongBench's own, which lm-evaluation-harness runs: docs/evaluation.md.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
@@ -21,7 +19,6 @@ from experiments.papers.specache.figure4 import add_run_options, evaluate_method
 from kvjax.eval.run.ray_workers import RayWorkers
 from kvjax.eval.tasks import suite
 from kvjax.eval.tasks.case import Spec
-from kvjax.eval.tasks.longbench import SOURCE
 from kvjax.eval.tasks.symbols import knows_symbols
 from kvjax.registry.strings import resolve
 
@@ -105,22 +102,22 @@ def score_table(title: str, found: Mapping[str, Mapping[str, float]]) -> Any:
     return table(title, ("task", *found), rows)
 
 
-MISSING = "LongBench itself is not here: give --data DATA with {} for each of its tasks, and --model a real checkpoint."
+MISSING = (
+    "LongBench itself is not here: python -m kvjax.eval.lm_harness --tasks longbench_qasper,.. runs its tasks under a "
+    "method, on a real checkpoint."
+)
 NOTES = (
-    "Differs from the paper: another model{}. Sizes 4x and 8x are budgets of --length tokens; the question ends the "
-    "prompt. StreamLLM's prompt is exact here and H2O evicts per key/value head (the benchmark: streamed, per query "
-    "head and masked). The paper's groups are 64, its InfLLM blocks 128.",
+    "Differs from the paper: another model and other tasks. Sizes 4x and 8x are budgets of --length tokens; the "
+    "question ends the prompt. StreamLLM's prompt is exact here and H2O evicts per key/value head (the benchmark: "
+    "streamed, per query head and masked). The paper's groups are 64, its InfLLM blocks 128.",
 )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     p = add_run_options(common.model_parser(__doc__), "")
-    p.add_argument("--data", type=Path, help="folder with longbench/TASK.jsonl")
     p.add_argument("--ratios", type=parse_integers, default=[4, 8], help="context over budget")
-    p.add_argument(
-        "--tasks", type=common.split_words, help="names or families (default: all of LongBench's 15, or stand-ins)"
-    )
-    p.add_argument("--block", type=int, help="of InfLLM (default: 128 with --data, else 16)")
+    p.add_argument("--tasks", type=common.split_words, help="names or families (default: stand-ins)")
+    p.add_argument("--block", type=int, default=16, help="of InfLLM (the paper: 128)")
     p.set_defaults(length=None)
     args = p.parse_args(argv)
     with connect_workers(args) as workers:
@@ -128,37 +125,32 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _run(args: argparse.Namespace, workers: RayWorkers | None) -> None:
-    before, model, real = machine(), kvjax.load(args.model), args.data is not None
-    # LongBench's longest answers take 512 tokens of the model's positions. The benchmark cuts alike, to 7,500 of 8,192.
-    length = args.length or (max(model.config.max_positions - 512, 1) if real else 2048)
+    before, model = machine(), kvjax.load(args.model)
+    length = args.length or 2048
     own = (*STAND_INS, "symbols") if knows_symbols(model) else STAND_INS
-    tasks = suite.expand(args.tasks or ([f"longbench.{t}" for t in TASKS] if real else own))
-    labels = methods(
-        length, args.ratios, min(64, model.config.kind(0).attention.head_dim), args.block or (128 if real else 16)
-    )
+    tasks = suite.expand(args.tasks or own)
+    labels = methods(length, args.ratios, min(64, model.config.kind(0).attention.head_dim), args.block)
     if args.methods:
         labels = {m: m for m in resolve(args.methods)}
-    spec = Spec((length,), args.contexts, 4, 5, args.seed, args.text, args.data)
+    spec = Spec((length,), args.contexts, 4, 5, args.seed, args.text)
     records = evaluate_methods(args, model, list(labels.values()), tasks, spec, workers)
     found = mean_scores(records, labels)
     tables = [score_table(f"SpeCache, appendix C: {args.model}, {length:,} tokens, ours", found)]
     tables += [score_table(f"The paper, {name}, LongBench", paper_scores(name)) for name in PAPER]
-    notes = [*[MISSING.format(SOURCE.format(task="TASK").rpartition(" at ")[2])] * (not real)]
-    notes += [n.format("" if real else " and other tasks") for n in NOTES]
-    report("specache_appendix", before, tables, notes, {"methods": labels, "longbench": real, "scores": found})
+    report("specache_appendix", before, tables, [MISSING, *NOTES], {"methods": labels, "scores": found})
 
 
 def describe(results: Mapping[str, Any]) -> str:
     """Each method's average over the tasks."""
     average = {label: mean(x.values()) for label, x in results["scores"].items()}
-    where = "LongBench" if results["longbench"] else f"{len(next(iter(results['scores'].values())))} stand-in tasks"
-    return f"{where}: " + ", ".join(f"{label} {x:.1f}" for label, x in average.items())
+    num_tasks = len(next(iter(results["scores"].values())))
+    return f"{num_tasks} stand-in tasks: " + ", ".join(f"{label} {x:.1f}" for label, x in average.items())
 
 
 in_brief = common.brief(
     describe,
     "LLaMA-3-8B: " + ", ".join(f"{label} {x['average']:.1f}" for label, x in paper_scores("LLaMA-3-8B").items()),
-    "Another model, and other tasks where LongBench's files are not given.",
+    "Another model, and other tasks.",
 )
 
 if __name__ == "__main__":

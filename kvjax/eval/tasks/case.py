@@ -36,7 +36,7 @@ class Ask:
 class Case:
     """One context i32[S] and its questions, or the tokens that follow it in a text."""
 
-    task: str  # "niah", "ruler.vt", "longbench.qasper", ...
+    task: str  # "niah", "ruler.vt", "xsum.rouge_1", ...
     key: str  # unique among all cases that a task can make, and the same in every run: it names the instance
     context: np.ndarray
     asks: tuple[Ask, ...] = ()

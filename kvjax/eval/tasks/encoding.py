@@ -30,29 +30,19 @@ class EncodedPrompt:
     ids: np.ndarray
     starts: np.ndarray
 
-    def num_tokens_from(self, character: int) -> int:
-        """Number of last tokens that start at `character` or later."""
-        early = np.flatnonzero(self.starts < character)
-        return len(self.ids) - (int(early[-1]) + 1 if len(early) else 0)
-
-    def truncate_middle(self, length: int, head: int, tail: int) -> EncodedPrompt:
-        """Keeps at most `length` tokens of the characters head..tail, half at each end (LongBench's pred.py).
-
-        The text before and after these characters, a chat template, stays and does not count; special tokens count.
-        """
-        last = self.num_tokens_from(tail)
-        inside = len(self.ids) - last - int(((self.starts < head) & (self.starts >= 0)).sum())
-        if inside <= length:
+    def truncate_middle(self, length: int) -> EncodedPrompt:
+        """Keeps at most `length` tokens, half at each end."""
+        if len(self.ids) <= length:
             return self
-        back = last + length // 2
-        front = len(self.ids) - back - (inside - 2 * (length // 2))
-        keep = np.r_[:front, len(self.ids) - back : len(self.ids)]
+        keep = np.r_[: length // 2, len(self.ids) - length // 2 : len(self.ids)]
         return EncodedPrompt(self.ids[keep], self.starts[keep])
 
     def split(self, character: int) -> tuple[np.ndarray, np.ndarray]:
         """Splits into (context, question) at the first token that starts at `character` or later; none is empty."""
-        n = min(max(1, self.num_tokens_from(character)), len(self.ids) - 1)
-        return self.ids[: len(self.ids) - n], self.ids[len(self.ids) - n :]
+        early = np.flatnonzero(self.starts < character)
+        place = int(early[-1]) + 1 if len(early) else 0
+        place = max(1, min(place, len(self.ids) - 1))
+        return self.ids[:place], self.ids[place:]
 
 
 def encode_prompt(model: Model, text: str) -> EncodedPrompt:

@@ -12,9 +12,7 @@ from kvjax.errors import KvjaxError, KvjaxWarning
 from kvjax.eval.tasks import examples, haystack, ruler, symbols, texts
 from kvjax.eval.tasks.case import Case, Maker, Spec, TooShort, bind_maker
 from kvjax.eval.tasks.essays import ESSAYS
-from kvjax.eval.tasks.gsm8k import GSM8K
 from kvjax.eval.tasks.humaneval import HUMANEVAL
-from kvjax.eval.tasks.longbench import LONGBENCH
 from kvjax.eval.tasks.xsum import XSUM
 from kvjax.models.model import Model
 from kvjax.utils.arguments import suggest_name
@@ -58,8 +56,8 @@ SYNTHETIC: dict[str, Maker] = {
 }
 """The tasks that need no download."""
 
-BENCHMARKS: dict[str, Maker] = {**LONGBENCH, **GSM8K, **XSUM}
-"""The public benchmarks that are read from local files (`Spec.data`)."""
+BENCHMARKS: dict[str, Maker] = {**XSUM}
+"""The public benchmarks that are read from local files (`Spec.data`): lm-evaluation-harness has no XSUM of its own."""
 
 
 def makers() -> dict[str, Maker]:

@@ -45,7 +45,7 @@ def make(rouge: str, model: Model, spec: Spec) -> Iterator[Case]:
     task = f"xsum.rouge_{rouge}"
     for length, (i, row) in itertools.product(spec.lengths, enumerate(rows)):
         num_used, text, encoded = fit_examples(model, examples, functools.partial(make_prompt, row=row), length)
-        encoded = encoded.truncate_middle(length, 0, len(text))
+        encoded = encoded.truncate_middle(length)
         context, question = encoded.split(text.rfind(QUESTION) if QUESTION in text else len(text))
         summary = row["summary_gt"] if has_prompts else _first_words(row["summary"])
         ask = Ask(question, f"rouge_xsum_{rouge}", (summary,), NEW_TOKENS, STOP)

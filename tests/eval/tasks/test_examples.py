@@ -11,7 +11,7 @@ from kvjax.eval.page import report
 from kvjax.eval.tasks import suite
 from kvjax.eval.tasks.case import Spec
 from tests.eval import fake_run
-from tests.eval.tasks.test_gsm8k_xsum import MODEL, QUESTION, article, solved_problem, write
+from tests.eval.tasks.test_xsum import MODEL, QUESTION, article, write
 
 
 def case_messages(data, task, *lengths):
@@ -23,37 +23,31 @@ def case_messages(data, task, *lengths):
 
 @pytest.fixture
 def data(tmp_path):
-    for name, make_line in (("gsm8k", solved_problem), ("xsum", lambda i: article(str(i)))):
-        write(tmp_path / name / "test.jsonl", [make_line(i) for i in range(3)])
-        write(tmp_path / name / "train.jsonl", [make_line(i) for i in range(10, 20)])
+    write(tmp_path / "xsum" / "test.jsonl", [article(str(i)) for i in range(3)])
+    write(tmp_path / "xsum" / "train.jsonl", [article(str(i)) for i in range(10, 20)])
     return tmp_path
 
 
 def test_nothing_is_said_of_prompts_that_lack_none(data):
-    assert case_messages(data, "gsm8k.strict") == case_messages(data, "xsum.rouge_1") == []
+    assert case_messages(data, "xsum.rouge_1") == []
 
 
-@pytest.mark.parametrize(("task", "num_examples"), [("gsm8k.strict", 8), ("xsum.rouge_1", 3)])
-def test_a_missing_or_short_file_of_examples_is_said_once_for_a_task(data, task, num_examples):
-    name = task.partition(".")[0]
-    train = data / name / "train.jsonl"
+def test_a_missing_or_short_file_of_examples_is_said_once_for_a_task(data):
+    task, train = "xsum.rouge_1", data / "xsum" / "train.jsonl"
     train.write_text(train.read_text().partition("\n")[0] + "\n")
-    lacking = f"1 of {num_examples} solved examples: {name}/train.jsonl has no more that can be used"
+    lacking = "1 of 3 solved examples: xsum/train.jsonl has no more that can be used"
     assert case_messages(data, task) == [f"{task}: {lacking}"]
     train.unlink()
-    lacking = f"0 of {num_examples} solved examples: no {name}/train.jsonl in the folder of --data"
+    lacking = "0 of 3 solved examples: no xsum/train.jsonl in the folder of --data"
     assert case_messages(data, task, 8192, 4096) == [f"{task}: {lacking}"]
     with pytest.warns(KvjaxWarning, match=lacking):
         suite.cases(MODEL, [task], Spec(lengths=(8192,), data=data))
 
 
 def test_lengths_without_room_for_all_are_said(data):
-    one = len(f"Question: {solved_problem(10)['question']}\nAnswer: {solved_problem(10)['answer']}\n\n")
-    first, second = one * 2 + 60, one * 4 + 60
-    why = f"no room for more in {first} tokens, no room for more in {second} tokens"
-    assert case_messages(data, "gsm8k.strict", first, second, 8192) == [
-        f"gsm8k.strict: 2 to 4 of 8 solved examples: {why}"
-    ]
+    messages = case_messages(data, "xsum.rouge_1", 1000, 1600, 8192)
+    why = "no room for more in 1000 tokens, no room for more in 1600 tokens"
+    assert messages == [f"xsum.rouge_1: 0 to 1 of 3 solved examples: {why}"]
 
 
 def test_prompts_that_bring_their_examples_lack_none(data):

@@ -1,13 +1,11 @@
-"""GSM8K and XSUM from small files in their real formats."""
+"""XSUM from small files in their real formats."""
 
 import json
 
-import numpy as np
 import pytest
 
 from kvjax.errors import KvjaxError
 from kvjax.eval.tasks.case import Spec
-from kvjax.eval.tasks.metrics import METRICS
 from kvjax.eval.tasks.suite import BENCHMARKS
 from kvjax.models.config import Config
 from kvjax.models.model import Model
@@ -22,17 +20,6 @@ QUESTION = "\n\nSummarize the above article in 1 sentence.\n"
 def write(path, rows):
     path.parent.mkdir(exist_ok=True)
     path.write_text("".join(json.dumps(r) + "\n" for r in rows))
-
-
-def solved_problem(i):
-    return {"question": f"Tom has {i} eggs. How many?", "answer": f"He has <<{i}={i}>>{i}.\n#### {i}"}
-
-
-@pytest.fixture
-def gsm8k(tmp_path):
-    write(tmp_path / "gsm8k" / "train.jsonl", [solved_problem(i) for i in range(10, 20)])
-    write(tmp_path / "gsm8k" / "test.jsonl", [solved_problem(i) for i in range(3)])
-    return tmp_path
 
 
 def summary(words=12):
@@ -60,34 +47,6 @@ def cases(task, data, *lengths, contexts=8):
 
 def texts(case):
     return MODEL.tokenizer.decode(case.context), MODEL.tokenizer.decode(case.asks[0].prompt)
-
-
-def test_gsm8k_is_the_harness_format(gsm8k):
-    case, *rest = cases("gsm8k.strict", gsm8k)
-    shots = "".join(f"Question: {s['question']}\nAnswer: {s['answer']}\n\n" for s in map(solved_problem, range(10, 18)))
-    assert texts(case) == (shots, "Question: Tom has 0 eggs. How many?\nAnswer:")
-    assert len(rest) == 2 and case.about == {"length": 8192, "shots": 8}
-    ask = case.asks[0]
-    assert ask.metric == "gsm8k_strict" and ask.stop == ("Question:", "</s>", "<|im_end|>") and ask.new_tokens == 256
-    assert METRICS[ask.metric](" So\n#### 0\n", ask) == 1 and METRICS[ask.metric]("0", ask) == 0
-    other = cases("gsm8k.flexible", gsm8k)[0]
-    assert METRICS[other.asks[0].metric]("I say 0.", other.asks[0]) == 1
-    assert np.array_equal(other.context, case.context) and other.key != case.key
-
-
-def test_gsm8k_takes_as_many_shots_as_fit(gsm8k):
-    shot_tokens = len("Question: Tom has 10 eggs. How many?\nAnswer: He has <<10=10>>10.\n#### 10\n\n")
-    question_tokens = len("Question: Tom has 0 eggs. How many?\nAnswer:")
-    fitting = [cases("gsm8k.strict", gsm8k, question_tokens + shot_tokens * 2 + d, contexts=1)[0] for d in (-1, 0)]
-    assert [c.about["shots"] for c in fitting] == [1, 2]
-    case = cases("gsm8k.strict", gsm8k, question_tokens, contexts=1)[0]
-    assert texts(case) == ("Question: Tom has 0 eggs. How many?", "\nAnswer:")
-    with pytest.raises(
-        KvjaxError, match=f"length {question_tokens - 1} is too short.*alone takes {question_tokens} tokens"
-    ):
-        cases("gsm8k.strict", gsm8k, question_tokens - 1)
-    (gsm8k / "gsm8k" / "train.jsonl").unlink()
-    assert {c.about["shots"] for c in cases("gsm8k.strict", gsm8k)} == {0}
 
 
 def test_xsum_is_helms_format(xsum):
@@ -122,12 +81,9 @@ def test_xsum_takes_h2os_lines(tmp_path):
     assert case.asks[0].references == ("Three people met.",)
 
 
-def test_errors_name_the_file(tmp_path, gsm8k):
+def test_errors_name_the_file(tmp_path):
     with pytest.raises(KvjaxError, match="xsum/test.jsonl is missing; .*EdinburghNLP/xsum .* DATA/xsum/test.jsonl"):
         cases("xsum.rouge_1", tmp_path)
-    write(tmp_path / "gsm8k" / "test.jsonl", [solved_problem(1), {"question": "x", "answer": "1"}])
-    with pytest.raises(KvjaxError, match="answer 1 of .*test.jsonl has no line '#### number'"):
-        cases("gsm8k.strict", tmp_path)
-    (tmp_path / "gsm8k" / "test.jsonl").unlink()
-    with pytest.raises(KvjaxError, match="openai/grade-school-math at DATA/gsm8k/"):
-        cases("gsm8k.strict", tmp_path)
+    write(tmp_path / "xsum" / "test.jsonl", [article("a"), {"document": "no summary"}])
+    with pytest.raises(KvjaxError, match="test.jsonl, line 2 has no field 'summary'"):
+        cases("xsum.rouge_1", tmp_path)
