@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,9 @@ def run(args: argparse.Namespace) -> None:
         wanted = [(name, n) for name in methods for n in sorted({*grid, *contexts}) if (name, n) not in known]
         for name, context in wanted:
             known[name, context] = plan(model, [name], [context], **options, limits=False)[0]
+        if all(p.refusal is not None for p in known.values()):
+            print(f"kvjax: all methods are refused, so {args.plot} is not drawn", file=sys.stderr)
+            return
         draw(model, hardware, mesh, list(known.values()), args.plot)
         if not args.json:
             print(f"wrote {args.plot}")
