@@ -252,27 +252,26 @@ def draw(model: PlannedModel, hardware: Hardware, mesh: tuple[int, int], plans: 
 
     from kvjax.eval.page import charts
 
-    rows = [
-        {"method": p.method, "context": p.context, "gb": p.device_bytes.peak / 1e9, "fits": p.fits}
+    values = [
+        {"method": p.method, "context": p.context, "gigabytes": p.device_bytes.peak / 1e9, "fits": p.fits}
         for p in plans
         if p.refusal is None and p.device_bytes is not None
     ]
-    methods = list(dict.fromkeys(row["method"] for row in rows))
-    usable = Setting(model, hardware).usable_bytes / 1e9
+    methods = list(dict.fromkeys(value["method"] for value in values))
     x = alt.X(
-        "context:Q", scale=alt.Scale(type="log", padding=16, nice=False), title="context, tokens (logarithmic)"
+        "context:Q", scale=alt.Scale(type="log", nice=False, padding=16), title="context, tokens (logarithmic)"
     ).axis(
         values=sorted({p.context for p in plans}),
         labelExpr="datum.value % 1024 ? format(datum.value, ',') : datum.value / 1024 + 'k'",
     )
-    y = alt.Y("gb:Q", title="GB at the peak of prefill and decoding")
-    base = alt.Chart(alt.Data(values=rows)).encode(x, y)
-    line = base.mark_line(strokeWidth=1.4).encode(charts.color_of(methods))
-    opacity = alt.condition("datum.fits", alt.value(1), alt.value(0.3))
-    points = base.mark_point(filled=True).encode(charts.color_of(methods), charts.shape_of(methods), opacity=opacity)
-    limit = alt.Chart(alt.Data(values=[{"gb": usable}])).mark_rule(strokeDash=[2, 3], color="#888888").encode(y="gb:Q")
-    title = (
-        f"{model.name} on {describe_devices(hardware, mesh)}, batch {plans[0].batch:,}: bytes of a device; "
-        f"{usable:,.1f} GB are for programs, pale: does not fit"
+    base = alt.Chart(alt.Data(values=values)).encode(
+        x, alt.Y("gigabytes:Q", title="GB at the peak of prefill and decoding")
     )
-    (limit + line + points).properties(title=title, width=560, height=330).save(str(path), scale_factor=2)
+    line = base.mark_line(strokeWidth=1.4).encode(charts.color_of(methods))
+    inside = alt.condition("datum.fits", alt.value(1), alt.value(0.3))
+    points = base.mark_point(filled=True).encode(charts.color_of(methods), charts.shape_of(methods), opacity=inside)
+    usable = Setting(model, hardware).usable_bytes / 1e9
+    limit = alt.Chart(alt.Data(values=[{"gigabytes": usable}])).mark_rule(strokeDash=[2, 2]).encode(y="gigabytes:Q")
+    where = f"{model.name} on {describe_devices(hardware, mesh)}, batch {plans[0].batch:,}: bytes of a device"
+    title = [where, f"dotted: {usable:,.1f} GB for programs; pale: does not fit"]
+    (line + points + limit).properties(title=title, width=560, height=330).save(str(path), scale_factor=2)
