@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.accounting import kept_positions, state_bytes
-from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.eviction.scorers import InvalidScores
 from kvjax.cache.eviction.selection import score_prompt
 from kvjax.cache.method import Method
@@ -211,7 +210,9 @@ def find_index_read(run: ModelRun) -> str:
 def find_invalid_scores(run: ModelRun) -> str:
     """Runs each layer's scorer on the exact prompts, outside of a program, so that its values can be looked at."""
     plan, model = bind(run.method, run.model.config), run.model
-    if all(getattr(layer, "selection", None) is None for layer in plan):
+    # A layer that is not made of kvjax's components has no selection to ask.
+    selections = [getattr(layer, "selection", None) for layer in plan]
+    if all(selection is None for selection in selections):
         return ""
     (tokens, lengths), calls = pad(run.prompts, round_up(len(run.prompts[0]))), layer_calls(plan, model.config)
     _, prompts = prefill_exactly(
@@ -223,10 +224,10 @@ def find_invalid_scores(run: ModelRun) -> str:
         chunk=min((layer.needs.prompt_chunk for layer in plan if layer.needs.prompt_chunk), default=None),
         replay_prompts=replay_prompts(model, plan),
     )
-    for layer, prompt in zip(plan, prompts, strict=True):
-        if isinstance(layer, MethodLayer) and layer.selection is not None and isinstance(prompt, LayerPrompt):
+    for layer, selection, prompt in zip(plan, selections, prompts, strict=True):
+        if selection is not None and isinstance(prompt, LayerPrompt):
             try:
-                score_prompt(layer.selection, *observed_block(layer, prompt, jnp.asarray(lengths)))
+                score_prompt(selection, *observed_block(layer, prompt, jnp.asarray(lengths)))
             except InvalidScores as e:
                 return str(e)
     return ""
