@@ -65,14 +65,14 @@ class Picture:
 def pictures(rows: Sequence[Row], records: Iterable[Record]) -> list[Picture]:
     """Returns all charts that a run has data for."""
     methods = summary.distinct_values(rows, "method")
-    found = []
+    drawn: list[tuple[str, str, int | None, alt.TopLevelMixin | None]] = []  # the fields of pictures
     for length in summary.lengths(rows) or [None]:
         chosen, end = summary.at_length(rows, length), "" if length is None else f"-{length}"
-        found.append(Picture("tradeoff", f"tradeoff{end}", length, draw_tradeoff(chosen, methods)))
-        found.append(Picture("turns", f"turns{end}", length, draw_turns(chosen, methods)))
-    found.append(Picture("length", "length", None, draw_lengths(rows, methods)))
-    found += [Picture("needle", f"needle-{task}", None, chart) for task, chart in draw_needles(records).items()]
-    return [picture for picture in found if picture.chart is not None]
+        drawn.append(("tradeoff", f"tradeoff{end}", length, draw_tradeoff(chosen, methods)))
+        drawn.append(("turns", f"turns{end}", length, draw_turns(chosen, methods)))
+    drawn.append(("length", "length", None, draw_lengths(rows, methods)))
+    drawn += [("needle", f"needle-{task}", None, chart) for task, chart in draw_needles(records).items()]
+    return [Picture(kind, name, length, chart) for kind, name, length, chart in drawn if chart is not None]
 
 
 def write(pictures: Iterable[Picture], directory: Path) -> list[Path]:
