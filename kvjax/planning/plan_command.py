@@ -180,7 +180,7 @@ def write_notes(model: PlannedModel, plans: Sequence[PlanRow], options: Mapping[
         helped = limited if limit == "host memory" else [p for p in limited if is_helped_by_chunks(model, p, options)]
         remedy = "--host-gb plans for a host with more"
         if limit != "host memory":
-            remedy = f"{OTHER_CHUNK} reads it in parts, with fewer activations but all layers' exact keys and values"
+            remedy = f"{OTHER_CHUNK} reads it in parts, with fewer activations; all layers' exact keys are counted"
             if chunk is not None:
                 remedy = "without --chunk one layer's exact keys and values are held at a time"
         others = [p for p in limited if p not in helped]

@@ -19,10 +19,13 @@ from jax.sharding import Mesh
 import kvjax
 from kvjax import cli
 from kvjax.core import memory
+from kvjax.core.rope import Rope
 from kvjax.engine.forward import Target, apply_layer, layer_calls
 from kvjax.engine.modes import FullPrefill
 from kvjax.engine.plan import bind
 from kvjax.errors import KvjaxError
+from kvjax.models import Config
+from kvjax.models.kinds import AttentionKind, Experts, LayerKind, MlpKind
 from kvjax.models.model import Model
 from kvjax.models.sharding import abstract_params, param_shardings
 from kvjax.planning.device_bytes import RESERVED, Setting, count_device_bytes
@@ -276,3 +279,16 @@ def test_layers_on_a_line_are_planned_as_if_all_were_traced():
         assert sum(x.count * x.total_bytes()["device"] for x in layers) + 4 * 2 == planned["device"]
         reads = functools.reduce(operator.add, (x.step * x.count for x in layers))
         assert reads == kvjax.step_bytes(method, config, 512, batch=2, dtype="float32")
+
+
+def test_a_prompt_passes_the_chosen_experts_and_the_shared_one():
+    def bytes_of_reading(experts: Experts) -> int:
+        kind = LayerKind(AttentionKind(4, 2, 16, Rope(16)), MlpKind(512, experts=experts))
+        model = PlannedModel("experts", Config(64, 64, (kind,), (0,), max_positions=4096), "of the tests")
+        setting = Setting(model, find_hardware("l4"), dtype="float32")
+        return count_device_bytes(setting, kvjax.parse("full"), 1024, 1).prefill
+
+    alone = bytes_of_reading(Experts(8, 2))
+    # Gate, values and their product of each further channel, for 1,024 tokens in float32.
+    assert bytes_of_reading(Experts(8, 3)) - alone == 3 * 1024 * 512 * 4
+    assert bytes_of_reading(Experts(8, 2, shared_width=256)) - alone == 3 * 1024 * 256 * 4
