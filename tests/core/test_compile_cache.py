@@ -82,7 +82,8 @@ def test_compilation_is_told_apart_from_running():
 
 def test_a_batch_on_a_wide_model_is_decoded_without_packing_and_as_its_rows_alone(monkeypatch):
     model, prompts = toy_model(width=768, layers=1), [[5, 3, 8], [7], [1, 2], [9, 9, 4]]
-    texts, run_layer = [], jit_with(forward.apply_layer, ("call", "target"), ("state",), tuple(NO_PACKING.items()))
+    texts, donated = [], ("state", "hidden")
+    run_layer = jit_with(forward.apply_layer, ("call", "target"), donated, tuple(NO_PACKING.items()))
 
     def run_and_record_program(*args, **static):
         texts.append(run_layer.lower(*args, **static).compile().as_text())
