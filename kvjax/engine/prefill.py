@@ -93,6 +93,7 @@ def prefill(
     if num_slots is None:
         num_slots = tuple(num_layer_slots(layer, (min(T, capacity),), capacity) for layer in plan)
     calls, needs = layer_calls(plan, target.config, num_slots), [layer.needs for layer in plan]
+    # A method that is fed chunks reads endless texts, so that no layer may wait for the hidden vectors of all tokens.
     is_fed = all(n.prompt_chunk for n in needs)
     chunk = chunk or min((n.prompt_chunk for n in needs if n.prompt_chunk), default=None)
     waits = any(n.global_budget or n.replay or n.paired_layer for n in needs)

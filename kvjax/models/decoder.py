@@ -241,7 +241,8 @@ class ExpertLinear(nn.Module):
 
 BLOCK_TOKENS = 2048
 """Tokens that pass a feed-forward part at a time. Its inner vectors are several times as wide as the model's, so that
-those of a long prompt, all at once, would be most of the memory that reading it takes."""
+those of a long prompt, all at once, would be most of the memory that reading it takes. A block is still long enough for
+a product with the weights to be bound by arithmetic, and not by reading them again."""
 
 
 class Layer(nn.Module):
