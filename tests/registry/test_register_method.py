@@ -107,7 +107,7 @@ def test_a_file_in_the_folder_of_methods_is_found_by_everything(in_kvjax, capsys
 def test_a_line_of_cases_puts_a_method_into_the_battery(in_kvjax):
     load_all()
     case = sized_case("value_norm", "value_norm:budget={}", 5, 100, selection_bytes(5))
-    test_contract.test_c1_at_its_limit_it_is_dense_attention(case, None)
+    test_contract.test_c1_at_its_limit_it_is_dense_attention_in_a_window(case)
     test_contract.test_c6_bytes_are_the_papers_and_the_planned_ones(case, np.float32)
 
 
