@@ -21,9 +21,10 @@ from kvjax.cache.protocol import KVMethod
 from kvjax.core.mesh import RULES
 from kvjax.generation.inputs import round_up
 from kvjax.models.kinds import AttentionKind, LayerKind
+from kvjax.models.quantized_params import count_bits
 from kvjax.models.sharding import abstract_params
 from kvjax.planning.hardware import Hardware
-from kvjax.planning.models import PlannedModel
+from kvjax.planning.models import PlannedModel, bytes_per_weight
 from kvjax.planning.traced_layers import TracedLayer, trace_layers
 from kvjax.utils import arguments
 
@@ -70,6 +71,7 @@ class Setting:
       room: tokens that each sequence may get after its prompt.
       chunk: tokens of a prompt that are read at a time; None for all at once, or as the method asks.
       reserved: fraction of a device's memory that programs cannot use.
+      weights: "int8" or "int4" for kernels in codes, None for kernels in `dtype`.
     """
 
     model: PlannedModel
@@ -79,6 +81,7 @@ class Setting:
     room: int = 0
     chunk: int | None = None
     reserved: float = RESERVED
+    weights: str | None = None
 
     @property
     def usable_bytes(self) -> int:
@@ -127,7 +130,7 @@ def count_device_bytes(setting: Setting, method: KVMethod, context: int, batch: 
     )
     cache = 4 * share.sequences + _count_caches(layers, "device")  # the cache's own lengths, i32[B]
     return DeviceBytes(
-        weights=count_weights(setting.model, setting.dtype, along_heads),
+        weights=count_weights(setting.model, setting.dtype, along_heads, setting.weights),
         cache=cache,
         workspace=count_workspace(layers, share, context + setting.room, setting.model.config.vocab_size),
         prefill=count_prefill(layers, share, cache, setting.chunk is not None),
@@ -136,11 +139,11 @@ def count_device_bytes(setting: Setting, method: KVMethod, context: int, batch: 
 
 
 @functools.lru_cache(maxsize=64)
-def count_weights(model: PlannedModel, dtype: str, num_devices: int) -> int:
+def count_weights(model: PlannedModel, dtype: str, num_devices: int, weights: str | None = None) -> int:
     """Counts the bytes of the parameters on one of the devices along the heads."""
     c = model.config
     # Layers of a kind have equal parameters, and tracing all of a large model takes seconds.
-    params = abstract_params(c.with_layers(range(len(c.kinds))), dtype)
+    params = abstract_params(c.with_layers(range(len(c.kinds))), dtype, weights)
     total = 0
 
     def add(path: Any, x: Any, letters: PartitionSpec) -> None:
@@ -148,11 +151,11 @@ def count_weights(model: PlannedModel, dtype: str, num_devices: int) -> int:
         is_divided = any(RULES.get(letter) == RULES["K"] for letter in " ".join(letters).split())
         name = path[0].key
         times = c.pattern.count(int(name.removeprefix("layer_"))) if name.startswith("layer_") else 1
-        total += times * x.size * x.dtype.itemsize // (num_devices if is_divided else 1)
+        total += times * x.size * count_bits(x.dtype) // 8 // (num_devices if is_divided else 1)
 
     jax.tree_util.tree_map_with_path(add, nn.unbox(params), nn.get_partition_spec(params))
     # How a program would divide what kvjax does not run is not known: evenly, as most matrices are.
-    return total + model.other_parameters * arguments.float_type(dtype).itemsize // num_devices
+    return total + int(model.other_parameters * bytes_per_weight(dtype, weights)) // num_devices
 
 
 def _count_caches(layers: Sequence[TracedLayer], memory_kind: str) -> int:

@@ -49,12 +49,12 @@ def run(args: argparse.Namespace) -> None:
         check_output(args.plot)
     hardware = replace_figures(find_hardware(args.hardware), args)
     options: dict[str, Any] = {"batch": args.batch, "mesh": mesh, "hardware": hardware, "dtype": args.dtype}
-    options |= {"room": args.room, "chunk": args.chunk}
+    options |= {"room": args.room, "chunk": args.chunk, "weights": args.weights}
     plans = plan(model, list(methods), contexts, **options)
     notes = write_notes(model, plans, options)
     if args.json:
         about = {"model": dataclasses.asdict(model) | {"parameters": model.parameters}, "mesh": mesh}
-        about |= {"hardware": dataclasses.asdict(hardware), "dtype": args.dtype}
+        about |= {"hardware": dataclasses.asdict(hardware), "dtype": args.dtype, "weights": args.weights}
         print(json.dumps(about | {"plans": [p.to_json() for p in plans], "notes": notes}, indent=2))
     else:
         console = Console(highlight=False, width=max(Console().width, TABLE_COLUMNS))
@@ -157,9 +157,13 @@ def write_notes(model: PlannedModel, plans: Sequence[PlanRow], options: Mapping[
         num_fitting = sum(p.fits for p in own)
         answer = "" if num_fitting else describe_nearest(model, own, options)
         notes.append(f"{context:,} tokens: {num_fitting} of {display.count(len(own), 'method')} fit{answer}")
+        if num_fitting and (helped := find_fitting_weights(model, own, options)):
+            weights, names = helped
+            notes.append(f"{context:,} tokens: {', '.join(names)} would fit with --weights {weights}")
+    kernels = "" if options["weights"] is None else f" with kernels in {options['weights']}"
     active = "" if not model.has_experts else f", {model.active_parameters / 1e9:.1f}B of them for each token"
     notes += [
-        f"{model.name}: {model.parameters / 1e9:.2f}B parameters{active}, in {dtype}; "
+        f"{model.name}: {model.parameters / 1e9:.2f}B parameters{active}, in {dtype}{kernels}; "
         f"{c.layers + model.other_layers} layers, {c.describe_heads()}, {c.max_positions:,} positions ({model.source})",
         *model.notes,
         f"{h.name}: {h.memory_bytes / 1e9:.1f} GB, of which programs use {1 - RESERVED:.0%}, "
@@ -197,6 +201,19 @@ def is_helped_by_chunks(model: PlannedModel, p: PlanRow, options: Mapping[str, A
     return (other.largest_batch or 0) > (p.largest_batch or 0)
 
 
+def find_fitting_weights(
+    model: PlannedModel, plans: Sequence[PlanRow], options: Mapping[str, Any]
+) -> tuple[str, list[str]] | None:
+    """Finds the kind of codes with most bits with which further methods fit, and their names; all is tried."""
+    lacking = [p for p in plans if not p.fits and p.device_bytes is not None]
+    for weights in ("int8", "int4") if options["weights"] is None and lacking else ():
+        names, context = [p.method for p in lacking], lacking[0].context
+        others = plan(model, names, [context], **{**options, "weights": weights}, limits=False)
+        if fitting := [p.method for p in others if p.fits]:
+            return weights, fitting
+    return None
+
+
 def describe_nearest(model: PlannedModel, plans: Sequence[PlanRow], options: Mapping[str, Any]) -> str:
     """Names the method that misses by least where none fits, by how much, and what it fits with; all is tried."""
     hardware, (data, heads) = options["hardware"], options["mesh"]
@@ -217,6 +234,9 @@ def describe_nearest(model: PlannedModel, plans: Sequence[PlanRow], options: Map
     remedies = []
     if nearest.largest_batch:
         remedies.append(f"--batch {nearest.largest_batch}")
+    smaller = ("int8", "int4") if options["weights"] is None else ()
+    if kind := next((kind for kind in smaller if fits(weights=kind)), None):
+        remedies.append(f"--weights {kind}")
     if options["chunk"] is None and fits(chunk=OTHER_CHUNK_TOKENS):
         remedies.append(OTHER_CHUNK)
     elif options["chunk"] is not None and fits(chunk=None):
