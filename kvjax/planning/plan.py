@@ -86,6 +86,7 @@ def plan(
     room: int = 0,
     chunk: int | None = None,
     reserved: float = RESERVED,
+    prompt_memory: str = "device",
     limits: bool = True,
 ) -> list[PlanRow]:
     """Plans a model under each method at each context.
@@ -101,6 +102,7 @@ def plan(
       room: tokens that each sequence may get after its prompt.
       chunk: tokens of a prompt that are read at a time; None for all at once, or as the method asks.
       reserved: fraction of a device's memory that programs cannot use.
+      prompt_memory: as `kvjax.prefill` takes it.
       limits: whether to look for the largest batch and context; without, their fields are None.
 
     Returns:
@@ -127,7 +129,10 @@ def plan(
                 f"{model.config.max_positions:,} positions of {model.name}; plan for fewer tokens, or for a checkpoint "
                 "with RoPE scaling: a config.json whose max_position_embeddings says how far it was extended"
             )
-    setting = Setting(model, hardware, mesh, arguments.float_type(dtype).name, room, chunk, reserved)
+    if prompt_memory not in ("device", "host"):
+        raise KvjaxError(f'prompt_memory must be "device" or "host", got {prompt_memory!r:.80}')
+    dtype = arguments.float_type(dtype).name
+    setting = Setting(model, hardware, mesh, dtype, room, chunk, reserved, prompt_memory)
     check_mesh(setting, batch)
     return [plan_method(setting, method, context, batch, limits) for method in methods for context in contexts]
 
