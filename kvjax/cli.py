@@ -367,8 +367,8 @@ def _add_plan(p: argparse.ArgumentParser) -> None:
     )
     p.add_argument(
         "--method",
-        default="full; int8; kivi:bits=4; kivi:bits=2; snapkv:budget=25%; quest:budget=1024; kcache:n=128; "
-        "shadowkv; specache:bits=2; offload",
+        default="full; int8; kivi:bits=4,residual=32; kivi:bits=2; turned_queries:budget=23%; kvzip:budget=19% + int4; "
+        "quest:budget=256,device_layers=0 + offload; specache:bits=2; offload; streaming_llm:recent=1020",
         help="method strings separated by ';' (default: %(default)s)",
     )
     p.add_argument("--context", default="32k", help="tokens of a prompt, several with commas (default: %(default)s)")
@@ -382,6 +382,12 @@ def _add_plan(p: argparse.ArgumentParser) -> None:
     p.add_argument("--bandwidth", type=float, help="of a device's memory in GB/s, in place of the catalogue's")
     p.add_argument("--room", type=_integer, default=0, help="tokens that may follow the prompt (default: %(default)s)")
     p.add_argument("--chunk", type=_integer, help="tokens of the prompt read at a time (default: all at once)")
+    p.add_argument(
+        "--prompt-memory",
+        choices=("device", "host"),
+        default="device",
+        help="where exact keys and values wait under methods that compress no layer before all have read the prompt",
+    )
     p.add_argument("--dtype", **DTYPE | {"help": "of weights and cache (default: %(default)s)"}, default="bfloat16")
     p.add_argument("--weights", **WEIGHTS | {"help": "of kernels, as kvjax.load holds them (default: in --dtype)"})
     p.add_argument("--json", action="store_true", help="print everything as JSON, and nothing before it")

@@ -115,6 +115,11 @@ def memory_kind(x) -> str:
     return "pinned_host" if abstract.memory_space == HOST else "device"
 
 
+def move(tree: Any, kind: str) -> Any:
+    """Copies the concrete arrays of a tree to a memory of their devices, one of `MEMORY_KINDS`."""
+    return jax.tree.map(lambda x: jax.device_put(x, x.sharding.with_memory_kind(kind)), tree)
+
+
 def pack(x: Shaped[Array, "B K S W"], host: bool = False) -> Buffer:
     """Makes a buffer of token vectors, on the device or, by a copy, in pinned host memory."""
     # Under `as_floats` gradients are to pass, which a cast to bits would end.

@@ -152,6 +152,8 @@ class Target:
       mesh: the devices that heads and sequences are split over, or None.
       run_layer: the compiled form of `apply_layer`.
       unembed: the compiled form of `apply_unembed`.
+      run_selecting_layer: `run_layer` for a layer that computes the outputs of some tokens alone, which cannot replace
+        the donated hidden vectors of all; None for `run_layer` itself.
     """
 
     config: Config
@@ -161,6 +163,9 @@ class Target:
     )
     unembed: Callable[..., Array] = dataclasses.field(
         default=jax.jit(apply_unembed, static_argnames="target"), compare=False
+    )
+    run_selecting_layer: Callable[..., tuple[Array, Any, Any, Any]] | None = dataclasses.field(
+        default=None, compare=False
     )
 
 
@@ -196,7 +201,8 @@ def run_layers(
     for i, (call, state) in enumerate(zip(calls, states, strict=True), first_layer):
         reads = target.config.kind(i).attention.reads_layer
         source = None if reads is None else (results[reads - first_layer], shared[reads])
-        hidden, result, cross_layer, shared[i] = target.run_layer(
+        run_layer = (target.run_selecting_layer if call.selects_queries else None) or target.run_layer
+        hidden, result, cross_layer, shared[i] = run_layer(
             params[f"layer_{i}"], hidden, angles, mode, state, cross_layer, source, call=call, target=target
         )
         results.append(result)

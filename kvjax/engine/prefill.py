@@ -18,6 +18,7 @@ from jaxtyping import Float, Float32, Int32
 from kvjax.cache.eviction.budget_allocation import round_up_shared
 from kvjax.cache.protocol import BudgetedLayer, Cache, num_layer_slots, round_up_headroom
 from kvjax.cache.reading_layer import ReadingLayer
+from kvjax.core import memory
 from kvjax.core.attention import MASKED_LOGIT
 from kvjax.core.mesh import per_device, to_numpy, vary
 from kvjax.core.types import Array
@@ -40,7 +41,7 @@ from kvjax.engine.layer_prompt import (
     truncate_prompt,
 )
 from kvjax.engine.modes import ChunkedPrefill, FullPrefill
-from kvjax.engine.replay import ReplayPrompts, replay
+from kvjax.engine.replay import ReplayPrompts, RunningCopy, begin_replay, replay_layer
 from kvjax.errors import KvjaxError
 from kvjax.models.decoder import output_projection_of, sinks_of, take_tokens
 
@@ -63,6 +64,7 @@ def prefill(
     chunk: int | None = None,
     num_slots: tuple[int, ...] | None = None,
     replay_prompts: ReplayPrompts = ((), ()),
+    prompt_memory: str = "device",
     progress: Progress = iter,
 ) -> tuple[Float32[Array, "B V"], Cache]:
     """Runs prompts and compresses them.
@@ -77,10 +79,15 @@ def prefill(
       chunk: tokens run at a time; None: all at once, or as the method asks.
       num_slots: of each layer's state; None: enough for prompts of T tokens.
       replay_prompts: see `ReplayPrompts`.
+      prompt_memory: "device", or "host" for pinned host memory: where exact keys and values wait that are compressed
+        when all layers, or the next one, have read the prompts.
       progress: wraps the indices of layers or chunks, for a bar; used where these are a Python loop.
 
     Returns:
       Logits of each prompt's last token, and the cache.
+
+    Raises:
+      KvjaxError: prompt_memory="host" under a transformation, or where there is no such memory.
     """
     T = tokens.shape[1]
     if num_slots is None:
@@ -88,7 +95,20 @@ def prefill(
     calls, needs = layer_calls(plan, target.config, num_slots), [layer.needs for layer in plan]
     is_fed = all(n.prompt_chunk for n in needs)
     chunk = chunk or min((n.prompt_chunk for n in needs if n.prompt_chunk), default=None)
-    if is_fed or any(n.global_budget or n.replay or n.paired_layer for n in needs):
+    waits = any(n.global_budget or n.replay or n.paired_layer for n in needs)
+    if waits and not is_fed and prompt_memory == "host":
+        hidden, states = prefill_through_host(
+            params,
+            tokens,
+            lengths,
+            calls,
+            target,
+            capacity,
+            chunk=chunk,
+            replay_prompts=replay_prompts,
+            progress=progress,
+        )
+    elif is_fed or waits:
         # All layers run a chunk before the next one: each is fed it, or layers have to see each other's prompts.
         hidden, prompts = prefill_exactly(
             params,
@@ -102,9 +122,14 @@ def prefill(
         )
         states = compress_prompts(prompts, lengths, calls, capacity, target.mesh)
     elif chunk is not None:
-        hidden, states = prefill_by_layer(
-            params, tokens, lengths, calls, target, capacity, chunk=chunk, progress=progress
+
+        def finish(call: LayerCall, prompt: LayerPrompt) -> Any:
+            return compress(call, prompt, lengths, capacity, target.mesh)
+
+        hidden, layers = prefill_by_layer(
+            params, tokens, lengths, calls, target, chunk=chunk, finish=finish, progress=progress
         )
+        states = tuple(layers)
     else:
         # One pass: each layer's exact keys and values exist only until its state has been made of them.
         observed = [n.observed_queries for n in needs]
@@ -188,10 +213,12 @@ def prefill_exactly(
     if T % chunk:
         carry, _ = run_chunk(carry, (np.int32(num_chunks * chunk), tokens[:, num_chunks * chunk :]))
     prompts, hidden = carry
-    if any(call.layer.needs.replay for call in calls):
-        prompts = replay(params, tokens, lengths, prompts, calls, target, replay_prompts=replay_prompts)
-    layers = enumerate(zip(calls, prompts, strict=True))
-    return hidden, [_add_parameters(prompt, call, params[f"layer_{i}"]) for i, (call, prompt) in layers]
+    copies = begin_replay(params, tokens, lengths, calls, target, replay_prompts=replay_prompts)
+    prompts = dict(enumerate(prompts))
+    for i, call in enumerate(calls):
+        prompt = replay_layer(params, i, prompts[i], copies, prompts, call, target)
+        prompts[i] = _add_parameters(prompt, call, params[f"layer_{i}"])
+    return hidden, list(prompts.values())
 
 
 def _add_parameters(prompt: LayerPrompt | Any, call: LayerCall, params: Any) -> LayerPrompt | Any:
@@ -216,20 +243,25 @@ def prefill_by_layer(
     lengths: Int32[Array, " B"],
     calls: Sequence[LayerCall],
     target: Target,
-    capacity: int,
     *,
     chunk: int,
+    finish: Callable[[LayerCall, LayerPrompt], Any],
+    copies: Sequence[RunningCopy] = (),
     progress: Progress = iter,
-) -> tuple[Float[Array, "B D"], tuple[Any, ...]]:
-    """Runs all chunks of the prompts through a layer, and compresses it, before the layer above.
+) -> tuple[Float[Array, "B D"], list[Any]]:
+    """Runs all chunks of the prompts through a layer, and finishes it, before the layer above.
 
     The hidden vectors of all tokens are held, one layer's exact keys and values, and the activations of one chunk. In
     the other order, each chunk through all layers, the exact keys and values of all layers would be.
 
-    Arguments are those of `prefill`, with the `layer_calls` in place of the plan.
+    Args:
+      params, tokens, lengths, target, chunk, progress: as in `prefill`.
+      calls: see `layer_calls`.
+      finish: makes what is held of a layer from its exact prompt.
+      copies: what each layer reads after the prompts, see `begin_replay`.
 
     Returns:
-      The hidden vector of each prompt's last token, and the cache states.
+      The hidden vector of each prompt's last token, and what is held of each layer.
     """
     (B, T), outer, dtype = tokens.shape, outer_params(params), params["embedding"].dtype
     starts, num_equal = np.arange(0, T, chunk, dtype=np.int32), T // chunk
@@ -262,13 +294,14 @@ def prefill_by_layer(
         if is_traced:  # else XLA makes the empty arrays of all layers before it runs the first one
             prompt, chunks, states = lax.optimization_barrier((prompt, chunks, states))
         prompt = _replace_chunks(functools.partial(run_chunk, i, source), prompt, chunks)
+        prompt = replay_layer(params, i, prompt, copies, exact, call, target)
         prompt = _add_parameters(prompt, call, params[f"layer_{i}"])
         if call.is_read:
             exact[i] = prompt
-        if isinstance(prompt, LayerPrompt):  # else a cache state already: fed through its method, or without tokens
-            prompt = compress(call, prompt, lengths, capacity, target.mesh)
+        # What is no exact prompt is a cache state already: fed through its method, or without tokens.
+        prompt = finish(call, prompt) if isinstance(prompt, LayerPrompt) else prompt
         states.append(prompt)
-    return _replace_chunks(update_last, vary(np.zeros((B, target.config.width), dtype)), chunks), tuple(states)
+    return _replace_chunks(update_last, vary(np.zeros((B, target.config.width), dtype)), chunks), states
 
 
 def _replace_chunks(step: Callable[[Any, PromptChunk], tuple[Any, Any]], carry: Any, chunks: list[Any]) -> Any:
@@ -276,6 +309,56 @@ def _replace_chunks(step: Callable[[Any, PromptChunk], tuple[Any, Any]], carry: 
     for i, chunk in enumerate(chunks):
         carry, chunks[i] = lax.scan(step, carry, chunk) if np.ndim(chunk.start) else step(carry, chunk)
     return carry
+
+
+def prefill_through_host(
+    params: Any,
+    tokens: Int32[Array, "B T"],
+    lengths: Int32[Array, " B"],
+    calls: Sequence[LayerCall],
+    target: Target,
+    capacity: int,
+    *,
+    chunk: int | None = None,
+    replay_prompts: ReplayPrompts = ((), ()),
+    progress: Progress = iter,
+) -> tuple[Float[Array, "B D"], tuple[Any, ...]]:
+    """Runs prompts layer by layer, while the exact keys and values of the layers that have read them lie on the host.
+
+    They are measured before, and come back one layer at a time to be compressed. Arguments are those of `prefill`, with
+    the `layer_calls` in place of the plan; so are the Raises.
+
+    Returns:
+      The hidden vector of each prompt's last token, and the cache states.
+    """
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves((params, tokens, lengths))):
+        raise KvjaxError(
+            'prompt_memory="host" moves keys and values between two programs, and a transformation makes one program '
+            'of all; call it outside of jit, vmap and grad, or leave prompt_memory at "device"'
+        )
+    memory.require_host_memory()
+    measures = []
+
+    def move_to_host(call: LayerCall, prompt: LayerPrompt) -> Any:
+        if call.layer.needs.global_budget:
+            measures.extend(measure_layers([prompt], lengths, [call], capacity, target.mesh))
+        # Waited for: programs are started long before they run, and each would take its memory when it is started.
+        return jax.block_until_ready(memory.move(prompt, "pinned_host"))
+
+    copies = begin_replay(params, tokens, lengths, calls, target, replay_prompts=replay_prompts)
+    hidden, prompts = prefill_by_layer(
+        params,
+        tokens,
+        lengths,
+        calls,
+        target,
+        chunk=chunk or tokens.shape[1],
+        finish=move_to_host,
+        copies=copies,
+        progress=progress,
+    )
+    del copies
+    return hidden, compress_prompts(prompts, lengths, calls, capacity, target.mesh, measures=measures)
 
 
 def compress_prompts(
@@ -286,31 +369,34 @@ def compress_prompts(
     mesh: Mesh | None = None,
     *,
     longest: int | None = None,
+    measures: Sequence[Any] | None = None,
 ) -> tuple[Any, ...]:
     """Turns the exact prompts of all layers into cache states.
 
     Args:
-      prompts: what each layer holds; the list is emptied, so that a layer's exact prompt is freed once it is used.
+      prompts: what each layer holds, on the device or on the host; the list is emptied, so that a layer's exact prompt
+        is freed once it is used.
       lengths: of the prompts.
       calls: see `layer_calls`; their numbers of slots hold where layers divide no budget among them.
       capacity: tokens that a sequence of the cache may grow to.
       mesh: the devices that heads and sequences are split over, or None.
       longest: tokens of the longest prompt, where a caller knows it under a transformation; None: their width.
+      measures: of the layers that divide a budget, see `measure_layers`; None: they are measured here, on the device.
 
     Returns:
       The cache state of each layer.
     """
     parts = [BudgetPart()] * len(calls)
     if any(call.layer.needs.global_budget for call in calls):
-        calls, parts = _divide_budget(prompts, lengths, calls, capacity, mesh, longest)
+        calls, parts = _divide_budget(prompts, lengths, calls, capacity, mesh, longest, measures)
     states: list[Any] = []
     below = None
     while prompts:
         # A layer's exact keys and values are dropped as soon as no other layer has to see them.
-        call, part, prompt = calls[len(states)], parts.pop(0), prompts.pop(0)
+        call, part, prompt = calls[len(states)], parts.pop(0), _load_prompt(prompts.pop(0))
         paired_layer = call.layer.needs.paired_layer
         if paired_layer:
-            other = prompts[0] if paired_layer > 0 else below  # the layer above or below (MiniCache)
+            other = _load_prompt(prompts[0]) if paired_layer > 0 else below  # the layer above or below (MiniCache)
             assert other is not None
             prompt = prompt._replace(paired=(other.k, other.v))
         below = prompt if prompts and calls[len(states) + 1].layer.needs.paired_layer < 0 else None
@@ -318,6 +404,12 @@ def compress_prompts(
             prompt = compress(call, prompt, lengths, capacity, mesh, *part)
         states.append(prompt)
     return tuple(states)
+
+
+def _load_prompt(prompt: LayerPrompt | Any) -> LayerPrompt | Any:
+    """Copies a prompt that lies on the host to its devices."""
+    is_on_host = isinstance(prompt, LayerPrompt) and memory.is_host(prompt.k)
+    return jax.block_until_ready(memory.move(prompt, "device")) if is_on_host else prompt
 
 
 class BudgetPart(NamedTuple):
@@ -334,6 +426,7 @@ def _divide_budget(
     capacity: int,
     mesh: Mesh | None,
     longest: int | None,
+    measures: Sequence[Any] | None,
 ) -> tuple[list[LayerCall], list[BudgetPart]]:
     """Divides one budget among the layers that ask for it, by what each of them measures of its prompt.
 
@@ -347,7 +440,8 @@ def _divide_budget(
     calls, parts = list(calls), [BudgetPart()] * len(calls)
     shared = [i for i, call in enumerate(calls) if call.layer.needs.global_budget]
     layers = tuple(cast(BudgetedLayer, calls[i].layer) for i in shared)
-    measures = measure_layers([prompts[i] for i in shared], lengths, [calls[i] for i in shared], capacity, mesh)
+    if measures is None:
+        measures = measure_layers([prompts[i] for i in shared], lengths, [calls[i] for i in shared], capacity, mesh)
     num_kept = most_kept = allocate_tokens(tuple(measures), lengths, layers=layers)
     if isinstance(num_kept, Tracer):
         # Under a transformation nobody knows what a layer will keep, so each has slots for the whole prompt.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,42 +14,98 @@ from jaxtyping import Int32
 
 from kvjax.cache.protocol import BoundLayer
 from kvjax.core.types import Array
-from kvjax.engine.forward import Target, embed_at, outer_params, run_layers
+from kvjax.engine.forward import Target, embed_at, outer_params
 from kvjax.engine.layer_prompt import LayerCall, LayerPrompt
 from kvjax.engine.modes import PromptReplay
 from kvjax.engine.positions import token_positions
 from kvjax.errors import KvjaxError
+from kvjax.models.decoder import Angles
 
 ReplayPrompts = tuple[Sequence[int], Sequence[int]]
 """Ids that come before the first and before every later chunk that the model is made to repeat (KVzip)."""
 
 
-def replay(
+@dataclasses.dataclass
+class RunningCopy:
+    """A copy of a chunk of the prompts, on its way through the layers.
+
+    Attributes:
+      mode: where the copied chunk and the copy stand.
+      hidden: the input of the next layer [B W D].
+      angles: of RoPE.
+      shared: layer -> what it shared with the layers that read it, see `LayerInputs.source`.
+    """
+
+    mode: PromptReplay
+    hidden: Array
+    angles: Angles
+    shared: dict[int, Any] = dataclasses.field(default_factory=dict)
+
+
+def begin_replay(
     params: Any,
     tokens: Int32[Array, "B T"],
     lengths: Int32[Array, " B"],
-    prompts: Sequence[LayerPrompt],
     calls: Sequence[LayerCall],
     target: Target,
     *,
     replay_prompts: ReplayPrompts,
-) -> tuple[LayerPrompt, ...]:
-    """Runs the prompt a second time, chunk by chunk after itself, for the scores of KVzip.
+) -> list[RunningCopy]:
+    """Embeds the copies that the layers read a second time, for the scores of KVzip; none where no layer asks for them.
 
-    Arguments are those of `prefill_exactly`; `prompts` is its result. Returns the prompts with their `replay_scores`.
+    Arguments are those of `prefill_exactly`.
     """
-    copies = copy_chunks(tokens, lengths, [call.layer for call in calls], replay_prompts)
+    if not any(call.layer.needs.replay for call in calls):
+        return []
+    outer, running = outer_params(params), []
+    for copy in copy_chunks(tokens, lengths, [call.layer for call in calls], replay_prompts):
+        embedded = embed_at(outer, copy.tokens, copy.pos, target=target)
+        running.append(RunningCopy(PromptReplay(copy.start, copy.pos, lengths), *embedded))
+    return running
+
+
+def replay_layer(
+    params: Any,
+    layer: int,
+    prompt: LayerPrompt | Any,
+    copies: Sequence[RunningCopy],
+    exact: Mapping[int, Any],
+    call: LayerCall,
+    target: Target,
+) -> LayerPrompt | Any:
+    """Runs all copies through one layer.
+
+    Args:
+      params: of the model.
+      layer: index of the layer.
+      prompt: what the layer holds of the prompts.
+      copies: what the layer below made of them; replaced by what this layer makes.
+      exact: the same of the layers that others read.
+      call: of the layer.
+      target: model configuration, mesh and compiled functions.
+
+    Returns:
+      The prompt with its `replay_scores`.
+    """
+    assert call.kind is not None
     # No slots are made here, so that prompts of all sizes share one program.
-    calls, outer = [dataclasses.replace(call, num_slots=0) for call in calls], outer_params(params)
-    prompts = tuple(
-        prompt._replace(replay_scores=jnp.zeros(prompt.k.shape[:3], jnp.float32)) if call.layer.needs.replay else prompt
-        for call, prompt in zip(calls, prompts, strict=True)
-    )
+    call, reads = dataclasses.replace(call, num_slots=0), call.kind.attention.reads_layer
+    if copies and call.layer.needs.replay:
+        prompt = prompt._replace(replay_scores=jnp.zeros(prompt.k.shape[:3], jnp.float32))
     for copy in copies:
-        hidden, angles = embed_at(outer, copy.tokens, copy.pos, target=target)
-        mode = PromptReplay(copy.start, copy.pos, lengths)
-        _, prompts = run_layers(params, hidden, angles, mode, calls, prompts, target=target)
-    return prompts
+        source = None if reads is None else (exact[reads], copy.shared[reads])
+        copy.hidden, prompt, _, copy.shared[layer] = target.run_layer(
+            params[f"layer_{layer}"],
+            copy.hidden,
+            copy.angles,
+            copy.mode,
+            prompt,
+            None,
+            source,
+            call=call,
+            target=target,
+        )
+    return prompt
 
 
 class ChunkCopy(NamedTuple):

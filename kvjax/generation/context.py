@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
 
 import jax.numpy as jnp
 import numpy as np
@@ -291,6 +291,7 @@ def read(
     headroom: int | None = None,
     capacity: int | None = None,
     chunk: int | None = None,
+    prompt_memory: str = "device",
     width: int | None = None,
     progress: bool = False,
 ) -> Context:
@@ -303,6 +304,8 @@ def read(
       headroom: tokens per sequence that may follow the documents; 512 by default.
       capacity: tokens that a sequence may grow to, in place of `headroom`.
       chunk: tokens run at a time; None for all at once, or as the method asks.
+      prompt_memory: "host" keeps in pinned host memory what would fill the device under methods that compress no layer
+        before all have read the prompt, such as budgets over the model: exact keys and values. "device" by default.
       width: tokens that documents are padded to, so that those of similar length share one compiled program.
       progress: whether to show a bar over the chunks.
     """
@@ -317,7 +320,8 @@ def read(
         rounded = max(rounded, width)
     method = method_of(method)
     plan = bind(method, chosen.config)
-    last, cache = run_prompts(chosen, plan, ids, rounded, chunk=chunk, width=width, progress=progress, timer=timer)
+    options: dict[str, Any] = {"chunk": chunk, "prompt_memory": prompt_memory, "progress": progress}
+    last, cache = run_prompts(chosen, plan, ids, rounded, width=width, timer=timer, **options)
     context = Context(model, cache, last, method, timer.run_seconds, ids)
     user_warnings.warn_of_windows(model, method)
     user_warnings.warn_of_no_saving(method, context.bytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -195,14 +196,9 @@ def count_layers(plan: BoundLayers, config: Config, prompt: int, capacity: int) 
     return collections.Counter(layer_calls(plan, config, num_slots))
 
 
-def abstract_state(
-    call: LayerCall, config: Config, prompt: int, batch: int, dtype: Any, *, guards: bool = False
-) -> tuple[list, Any]:
-    """Traces `BoundLayer.prefill` of prompts of `prompt` tokens: the state's abstract arrays, and its tree structure.
-
-    The arrays know their memory kind, which `jax.eval_shape` would drop. With `guards`, buffers have theirs, which
-    counts of bytes leave out and programs expect.
-    """
+@functools.lru_cache(maxsize=32)
+def trace_prefill(call: LayerCall, config: Config, prompt: int, batch: int, dtype: Any) -> tuple[Any, Any]:
+    """Traces `BoundLayer.prefill` of prompts of `prompt` tokens: its jaxpr, and the tree of the state's shapes."""
     assert call.kind is not None
     layer, needs, a = call.layer, call.layer.needs, call.kind.attention
 
@@ -228,9 +224,18 @@ def abstract_state(
         return layer.prefill(block, observation, call.num_slots)
 
     with jax.enable_x64(False):  # a cache has no arrays of 64 bits
-        traced, shapes = jax.make_jaxpr(prefill, return_shape=True)(
-            block, observation if needs.observes and length else None
-        )
+        return jax.make_jaxpr(prefill, return_shape=True)(block, observation if needs.observes and length else None)
+
+
+def abstract_state(
+    call: LayerCall, config: Config, prompt: int, batch: int, dtype: Any, *, guards: bool = False
+) -> tuple[list, Any]:
+    """Traces the state that `BoundLayer.prefill` makes: its abstract arrays, and its tree structure.
+
+    The arrays know their memory kind, which `jax.eval_shape` would drop. With `guards`, buffers have theirs, which
+    counts of bytes leave out and programs expect. Other arguments are those of `trace_prefill`.
+    """
+    traced, shapes = trace_prefill(call, config, prompt, batch, dtype)
     state = jax.tree.unflatten(jax.tree.structure(shapes), traced.out_avals)
     arrays, tree = jax.tree.flatten(state if guards else memory.without_guards(state))
     return arrays, tree

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -88,6 +88,7 @@ def prefill(
     *,
     capacity: int | None = None,
     chunk: int | None = None,
+    prompt_memory: str = "device",
     progress: bool = False,
 ) -> tuple[Array, Cache]:
     """Runs prompts and compresses them under a method.
@@ -98,7 +99,9 @@ def prefill(
       method: a method or its string.
       capacity: tokens that a sequence of the cache may grow to, the prompt included; by default 128 more than the
         longest prompt has.
-      chunk: tokens run at a time; all layers' exact keys and values are then in memory at once, otherwise one layer's.
+      chunk: tokens run at a time, layer by layer; None for all at once, or as the method asks.
+      prompt_memory: "host" keeps in pinned host memory what would fill the device under methods that compress no layer
+        before all have read the prompt, such as budgets over the model: exact keys and values. "device" by default.
       progress: whether to show a bar over the chunks.
 
     Returns:
@@ -107,7 +110,8 @@ def prefill(
     ids = token_ids(model, ids, begins=True)
     rounded = capacity_for(ids, capacity, 0 if capacity is not None else 128)
     model = model_for(model, ids, capacity or 0)
-    return run_prompts(model, bind(method, model.config), ids, rounded, chunk=chunk, progress=progress)
+    options: dict[str, Any] = {"chunk": chunk, "prompt_memory": prompt_memory, "progress": progress}
+    return run_prompts(model, bind(method, model.config), ids, rounded, **options)
 
 
 def capacity_for(ids: Sequence[Sequence[int]], capacity: int | None, num_new: int) -> int:
@@ -143,6 +147,7 @@ def run_prompts(
     capacity: int,
     *,
     chunk: int | None = None,
+    prompt_memory: str = "device",
     width: int | None = None,
     progress: bool = False,
     timer: Timer | None = None,
@@ -157,7 +162,9 @@ def run_prompts(
       Logits of each prompt's last token f32[B V], and the cache.
     """
     timer = timer or Timer()
-    require_same_call(model, plan, ids, capacity=capacity, chunk=chunk, width=width)
+    require_same_call(model, plan, ids, capacity=capacity, chunk=chunk, width=width, prompt_memory=prompt_memory)
+    if prompt_memory not in ("device", "host"):
+        raise KvjaxError(f'prompt_memory must be "device" or "host", got {prompt_memory!r:.80}')
     lengths = tuple(map(len, ids))
     num_slots = tuple(num_layer_slots(layer, lengths, capacity) for layer in plan)
     method_chunk = min((layer.needs.prompt_chunk for layer in plan if layer.needs.prompt_chunk), default=None)
@@ -189,6 +196,7 @@ def run_prompts(
             chunk=chunk,
             num_slots=num_slots,
             replay_prompts=replay_prompts(model, plan),
+            prompt_memory=prompt_memory,
             progress=bar,
         )
         last, cache = jax.block_until_ready(outputs)

@@ -38,15 +38,18 @@ def target_for(model: Model, num_tokens: int, *, in_place: bool, num_logits: int
     Args:
       model: whose weights are multiplied.
       num_tokens: tokens of all sequences in one pass.
-      in_place: whether each layer's state is donated.
+      in_place: whether each layer's state and hidden vectors are donated.
       num_logits: tokens whose logits are computed; None for all.
     """
     width, dtype, tied = model.config.width, model.dtype, model.config.tie_embeddings
-    donated = ("state",) if in_place else ()
-    run_layer = jit_with(forward.apply_layer, ("call", "target"), donated, options_for(num_tokens, width, dtype))
+    options = options_for(num_tokens, width, dtype)
+    run_layer, run_selecting_layer = (
+        jit_with(forward.apply_layer, ("call", "target"), donated if in_place else (), options)
+        for donated in (("state", "hidden"), ("state",))
+    )
     options = options_for(num_tokens if num_logits is None else num_logits, width, dtype, tied)
     unembed = jit_with(forward.apply_unembed, ("target",), (), options)
-    return Target(model.config, model.auto_mesh, run_layer, unembed)
+    return Target(model.config, model.auto_mesh, run_layer, unembed, run_selecting_layer)
 
 
 @functools.cache

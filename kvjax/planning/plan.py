@@ -87,6 +87,7 @@ def plan(
     room: int = 0,
     chunk: int | None = None,
     reserved: float = RESERVED,
+    prompt_memory: str = "device",
     limits: bool = True,
     weights: str | None = None,
 ) -> list[PlanRow]:
@@ -103,6 +104,7 @@ def plan(
       room: tokens that each sequence may get after its prompt.
       chunk: tokens of a prompt that are read at a time; None for all at once, or as the method asks.
       reserved: fraction of a device's memory that programs cannot use.
+      prompt_memory: as `kvjax.prefill` takes it.
       limits: whether to look for the largest batch and context; without, their fields are None.
       weights: "int8" or "int4" for kernels in codes, as `kvjax.load` holds them; None for kernels in `dtype`.
 
@@ -131,7 +133,10 @@ def plan(
                 f"{model.config.max_positions:,} positions of {model.name}; plan for fewer tokens, or for a checkpoint "
                 "with RoPE scaling: a config.json whose max_position_embeddings says how far it was extended"
             )
-    setting = Setting(model, hardware, mesh, arguments.float_type(dtype).name, room, chunk, reserved, weights)
+    if prompt_memory not in ("device", "host"):
+        raise KvjaxError(f'prompt_memory must be "device" or "host", got {prompt_memory!r:.80}')
+    dtype = arguments.float_type(dtype).name
+    setting = Setting(model, hardware, mesh, dtype, room, chunk, reserved, prompt_memory, weights)
     check_mesh(setting, batch)
     return [plan_method(setting, method, context, batch, limits) for method in methods for context in contexts]
 

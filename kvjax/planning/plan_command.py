@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> None:
         check_output(args.plot)
     hardware = replace_figures(find_hardware(args.hardware), args)
     options: dict[str, Any] = {"batch": args.batch, "mesh": mesh, "hardware": hardware, "dtype": args.dtype}
-    options |= {"room": args.room, "chunk": args.chunk, "weights": args.weights}
+    options |= {"room": args.room, "chunk": args.chunk, "prompt_memory": args.prompt_memory, "weights": args.weights}
     plans = plan(model, list(methods), contexts, **options)
     notes = write_notes(model, plans, options)
     if args.json:
@@ -173,7 +173,7 @@ def write_notes(model: PlannedModel, plans: Sequence[PlanRow], options: Mapping[
         + ("Weights and caches are" if model.has_exact_weights else "Caches are")
         + " counted exactly, with all slots; the work of a step and of reading the prompt by formula. A prompt is read "
         + ("all at once" if chunk is None else f"{chunk:,} tokens at a time")
-        + ", beside the weights: exact keys and values, states, activations.",
+        + ", a layer after the other; beside the weights: hidden vectors, exact keys and values, states, activations.",
         "No program decodes more than at most tok/s, all sequences of the batch together: a step must read the weights "
         "of a token and the cache from a device's memory, at its bandwidth, and copy what it needs from the host over "
         "the link. Real programs are slower.",
@@ -181,24 +181,33 @@ def write_notes(model: PlannedModel, plans: Sequence[PlanRow], options: Mapping[
     notes += [f"{p.method} is refused: {p.refusal}" for p in plans if p.refusal]
     for limit in ("host memory", "reading the prompt"):
         limited = [p for p in plans if p.batch_limit == limit]
-        helped = limited if limit == "host memory" else [p for p in limited if is_helped_by_chunks(model, p, options)]
-        remedy = "--host-gb plans for a host with more"
-        if limit != "host memory":
-            remedy = f"{OTHER_CHUNK} reads it in parts, with fewer activations but all layers' exact keys and values"
-            if chunk is not None:
-                remedy = "without --chunk one layer's exact keys and values are held at a time"
-        others = [p for p in limited if p not in helped]
-        for some, what in ((helped, f": {remedy}"), (others, ", with --chunk and without")):
-            if names := ", ".join(dict.fromkeys(p.method for p in some)):
-                notes.append(f"{limit[0].upper()}{limit[1:]} sets the largest batch of {names}{what}")
+        by_remedy: dict[str, list[str]] = {}
+        for p in limited:
+            remedy = (
+                "--host-gb plans for a host with more" if limit == "host memory" else find_remedy(model, p, options)
+            )
+            by_remedy.setdefault(remedy, []).append(p.method)
+        for remedy, names in by_remedy.items():
+            what = f"{limit[0].upper()}{limit[1:]} sets the largest batch of {', '.join(dict.fromkeys(names))}"
+            notes.append(f"{what}: {remedy}" if remedy else what)
     return notes
 
 
-def is_helped_by_chunks(model: PlannedModel, p: PlanRow, options: Mapping[str, Any]) -> bool:
-    """Whether more sequences fit where the prompt is read in chunks, or at once if it is read in chunks now."""
-    chunk = OTHER_CHUNK_TOKENS if options["chunk"] is None else None
-    other = plan(model, [p.method], [p.context], **{**options, "chunk": chunk})[0]
-    return (other.largest_batch or 0) > (p.largest_batch or 0)
+REMEDIES: Mapping[str, tuple[str, Any, str]] = {
+    OTHER_CHUNK: ("chunk", OTHER_CHUNK_TOKENS, "reads it in parts, with the activations of one part"),
+    "--prompt-memory host": ("prompt_memory", "host", "holds on the host what waits for other layers"),
+}
+"""Options that take less to read a prompt: the word on the command line -> (option of `plan`, value, what it does)."""
+
+
+def find_remedy(model: PlannedModel, p: PlanRow, options: Mapping[str, Any]) -> str:
+    """Returns the options that let more sequences be read at this context, each tried by itself; "" for none."""
+    remedies = []
+    for flag, (name, value, what) in REMEDIES.items():
+        other = plan(model, [p.method], [p.context], **{**options, name: value})[0]
+        if (other.largest_batch or 0) > (p.largest_batch or 0):
+            remedies.append(f"{flag} {what}")
+    return ", and ".join(remedies)
 
 
 def find_fitting_weights(
@@ -237,10 +246,11 @@ def describe_nearest(model: PlannedModel, plans: Sequence[PlanRow], options: Map
     smaller = ("int8", "int4") if options["weights"] is None else ()
     if kind := next((kind for kind in smaller if fits(weights=kind)), None):
         remedies.append(f"--weights {kind}")
-    if options["chunk"] is None and fits(chunk=OTHER_CHUNK_TOKENS):
-        remedies.append(OTHER_CHUNK)
-    elif options["chunk"] is not None and fits(chunk=None):
-        remedies.append("no --chunk")
+    choices = {flag: {name: value} for flag, (name, value, _) in REMEDIES.items() if options[name] != value}
+    helpful = [flag for flag, changes in choices.items() if fits(**changes)]
+    if not helpful and fits(**{name: value for changes in choices.values() for name, value in changes.items()}):
+        helpful = [" ".join(choices)]
+    remedies += helpful
     sizes = {size for letter, size in divided_sizes(model.config) if letter in "KFV"}
     meshes = [n for n in range(heads + 1, math.gcd(*sizes) + 1) if math.gcd(*sizes) % n == 0]
     if n := next((n for n in meshes if fits(mesh=(data, n))), None):

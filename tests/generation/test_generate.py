@@ -151,7 +151,7 @@ def test_one_trace_serves_prompts_of_one_size():
     for seed in range(3):
         jitted(model.params, jax.numpy.full((2, 8), seed), model.config)
     kvjax.prefill(model, [[1, 2, 3]], "full", capacity=64)
-    run_layer = jit_with(forward.apply_layer, ("call", "target"), ("state",), ())
+    run_layer = jit_with(forward.apply_layer, ("call", "target"), ("state", "hidden"), ())
     before = run_layer._cache_size()
     for prompts in ([[4] * 60], [[7] * 33]):
         kvjax.prefill(model, prompts, "full", capacity=64)
