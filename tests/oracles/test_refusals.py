@@ -23,13 +23,13 @@ REFUSED = {
     "cake:budget=64 + adakv": "component `layer_budgets`.*all heads of a layer equally many",
     f"{SNAPKV} + h2o + adakv": "component `decode`.*a policy takes tokens out",
     f"{SNAPKV} + kcache:device_layers=0 + adakv": "component `read`.*chooses among the slots",
-    f"{SNAPKV} + saq + adakv": "component `k`.*mix those of several heads; leave one of them out",
+    f"{SNAPKV} + saq + adakv": "component `k`.*codes tokens together.*leave one of them out",
     f"{SNAPKV} + adakv + kivi": (
         "in pages of 16 slots, which groups of 32 .*; give page=32 to the method.*, or kivi:group=16"
     ),
     f"{SNAPKV} + adakv:page=12 + kivi:group=8,residual=8": "give page=16 to the method.*, or kivi:group=4",
     f"{SNAPKV} + adakv:page=1 + kivi:group=4,residual=4": "give page=4 to the method.*, or kivi:group=1",
-    f"{SNAPKV} + adakv + saq:group=4,every=4": "component `k`.*mix those of several heads; leave one of them out",
+    f"{SNAPKV} + adakv + saq:group=4,every=4": "component `k`.*codes tokens together.*leave one of them out",
     f"{SNAPKV} + adakv + zipcache": "component `.*leave one of them out",
     f"{SNAPKV} + adakv:page=2 + matryoshka": "component `side_store`.*component `k`.*leave one",
     f"{SNAPKV} + adakv:page=2 + cskv": "component `side_store`.*component `k`.*leave one",
