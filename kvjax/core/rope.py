@@ -13,6 +13,7 @@ from jaxtyping import Float, Float32, Int32
 
 from kvjax.core.types import Array
 from kvjax.errors import KvjaxError
+from kvjax.utils.parameter_types import PositiveFloat, check_fields
 
 SCALING_KINDS = ("linear", "llama3", "yarn", "longrope")
 
@@ -196,10 +197,11 @@ class Rope:
     """
 
     dim: int
-    theta: float = 10_000.0
+    theta: PositiveFloat = 10_000.0
     scaling: RopeScaling | None = None
 
     def __post_init__(self):
+        check_fields(self)
         if self.scaling is not None and self.scaling.kind == "longrope":
             num_factors = len(self.scaling.long_factors)
             if num_factors != self.dim // 2:
