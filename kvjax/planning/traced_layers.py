@@ -17,9 +17,10 @@ from kvjax.core.step_bytes import StepBytes
 from kvjax.engine.layer_prompt import LayerCall
 from kvjax.engine.plan import bind
 from kvjax.generation.inputs import round_up
-from kvjax.generation.memory_plan import count_layers, count_step_bytes, trace_state_read
+from kvjax.generation.memory_plan import count_layers, count_step_bytes, trace_prefill, trace_state_read
 from kvjax.models.config import Config
 from kvjax.models.kinds import LayerKind
+from kvjax.planning.live_bytes import count_live_bytes
 from kvjax.utils import arguments
 
 MAX_TRACED_LAYERS = 6
@@ -37,6 +38,8 @@ class TracedLayer(NamedTuple):
     # reads another layer's cache, those of that cache
     arrays: Mapping[tuple[str, tuple[int, int], str, int], int]
     step: StepBytes
+    # bytes of one device at the peak of making the state from keys and values, these among them, without the state
+    making: int
 
     @property
     def has_cache(self) -> bool:
@@ -86,8 +89,11 @@ def trace_layers(
             axes = axes_of_layer_array(x.shape, batch, kv_heads).split() if mesh != (1, 1) else ()
             parts = (mesh[0] if "B" in axes else 1, mesh[1] if "K" in axes else 1)
             arrays[memory.memory_kind(x), parts, x.dtype.name, len(x.shape)] += x.size * x.dtype.itemsize
-        step = count_step_bytes(call.layer, state)
-        return TracedLayer(call.layer.needs, call.kind, counts[call], call.num_slots, arrays, step)
+        step, making = count_step_bytes(call.layer, state), 0
+        if call.kind.attention.reads_layer is None:
+            traced, _ = trace_prefill(call, config, min(width, capacity), batch, arguments.float_type(dtype))
+            making = count_live_bytes(traced.jaxpr, 2) // (mesh[0] * mesh[1])  # keys and values come first
+        return TracedLayer(call.layer.needs, call.kind, counts[call], call.num_slots, arrays, step, making)
 
     found = {}
     for kind in dict.fromkeys(call.kind for call in counts):
@@ -96,7 +102,7 @@ def trace_layers(
         # PyramidKV gives each layer slots of its own, and tracing all takes seconds: where four layers lie on one line
         # in every number, the others do.
         are_on_line = last >= MAX_TRACED_LAYERS and all(
-            interpolate(low, high, x.slots, x.count) == x
+            interpolate(low, high, x.slots, x.count) == x._replace(making=max(low.making, high.making))
             for x in (trace(ordered[i]) for i in (last // 3, 2 * last // 3))
         )
         for call in ordered:
@@ -121,4 +127,4 @@ def interpolate(low: TracedLayer, high: TracedLayer, slots: int, count: int) -> 
         step = StepBytes(*map(at_slots, dataclasses.astuple(low.step), dataclasses.astuple(high.step)))
     except ValueError:
         return None
-    return TracedLayer(low.needs, low.kind, count, slots, arrays, step)
+    return TracedLayer(low.needs, low.kind, count, slots, arrays, step, max(low.making, high.making))
