@@ -38,7 +38,8 @@ CPUINFO = pathlib.Path("/proc/cpuinfo")
 def matmul(x: Float[Array, "T D"], w: Float[Array, "D F"] | Mapping[str, Array]) -> Float[Array, "T F"]:
     """Multiplies vectors by a weight, which may be a `QuantizedKernel`; the result is in x's dtype."""
     if is_quantized(w):
-        # Tied to x, as the compiler would otherwise decode the weights of all layers before a loop over tokens.
+        # Tied to x, as a GPU's compiler may otherwise decode the weights of all layers before a loop over tokens. The
+        # CPU's drops the barrier, and does so.
         x, w = lax.optimization_barrier((x, dict(w)))
         if w["codes"].dtype != jnp.int8:
             return matmul(x, dequantize(w).astype(x.dtype))
