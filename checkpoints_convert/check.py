@@ -113,8 +113,8 @@ def _compare_tensors(
     parts = plan.parts.items() if record.weights is None else []
     if record.weights is not None:
         for name, part in read_parts(source, plan, dtype):
-            expected = flatten_dict(quantize_params({name: part}, record.weights), sep="/")
-            found = flatten_dict({name: checkpoint.read_part(dst, name, record)}, sep="/")
+            expected: dict[str, Any] = flatten_dict(quantize_params({name: part}, record.weights), sep="/")
+            found: dict[str, Any] = flatten_dict({name: checkpoint.read_part(dst, name, record)}, sep="/")
             problems += [f"{path}: differs" for path, x in expected.items() if not np.array_equal(x, found[path])]
             done += sum(b.num_values for b in plan.parts[name]) * dtype.itemsize
             if progress:

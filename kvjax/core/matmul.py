@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Float, Float32, Int32
 
-from kvjax.core.quantized_kernel import dequantize, is_quantized
+from kvjax.core.quantized_kernel import dequantize
 from kvjax.core.types import Array
 
 FEW_TOKENS = 64
@@ -37,7 +37,7 @@ CPUINFO = pathlib.Path("/proc/cpuinfo")
 
 def matmul(x: Float[Array, "T D"], w: Float[Array, "D F"] | Mapping[str, Array]) -> Float[Array, "T F"]:
     """Multiplies vectors by a weight, which may be a `QuantizedKernel`; the result is in x's dtype."""
-    if is_quantized(w):
+    if isinstance(w, Mapping):
         # Tied to x, as a GPU's compiler may otherwise decode the weights of all layers before a loop over tokens. The
         # CPU's drops the barrier, and does so.
         x, w = lax.optimization_barrier((x, dict(w)))
@@ -65,7 +65,7 @@ def grouped_matmul(
     Every vector is multiplied, whatever the counts are; they add up to T. Quantized weights have E as the first axis of
     codes and scale.
     """
-    if jax.default_backend() == "tpu" and not is_quantized(w):
+    if jax.default_backend() == "tpu" and not isinstance(w, Mapping):
         return lax.ragged_dot(x, w, counts)
     # Elsewhere XLA multiplies every vector by every weight for `ragged_dot`. Here each run is padded to whole blocks,
     # and a block is multiplied by its own weight alone: at most T + E * size vectors, which is at most twice T.
