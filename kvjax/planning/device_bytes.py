@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ from jax.sharding import PartitionSpec
 
 from kvjax.cache.protocol import KVMethod
 from kvjax.core.mesh import RULES
+from kvjax.engine.modes import QUERY_BLOCK_TOKENS
 from kvjax.generation.inputs import round_up
 from kvjax.models.decoder import BLOCK_TOKENS
 from kvjax.models.kinds import LayerKind
@@ -204,25 +204,31 @@ def count_prefill(layers: Sequence[TracedLayer], share: Share, cache: int, promp
     exact = [_count_exact_prompt(x, share) if x.has_cache else 0 for x in layers]
     attention, mlp = (max(f(x, share) for x in layers) for f in (_count_attention, _count_mlp))
     run = max(attention, mlp)
-    # A program that compresses a prompt and does not run its layer cannot free the keys and values that it is given.
     making = max(x.making + x.device_bytes()["device"] if x.has_cache else 0 for x in layers)
     hidden, chunk_hidden = _count_hidden(layers, share, share.tokens), _count_hidden(layers, share, share.chunk)
     is_replayed = any(x.needs.replay for x in layers)
     if is_replayed or any(x.needs.global_budget or x.needs.paired_layer for x in layers):
         all_exact, copies = sum(x.count * size for x, size in zip(layers, exact, strict=True)), hidden * is_replayed
+        replay, measuring = (max(f(x, share) for x in layers) for f in (_count_replay, _count_measuring))
+        making = max(making, measuring)
         if prompt_memory == "device":
-            return max(peak(all_exact + max(chunk_hidden, copies), run), peak(all_exact, making), cache), 0
-        return max(peak(hidden + copies + max(exact), run), peak(cache + max(exact), making)), all_exact
+            reading = max(peak(all_exact + chunk_hidden, run), peak(all_exact + copies, replay))
+            return max(reading, peak(all_exact, making), cache), 0
+        reading = peak(hidden + copies + max(exact), max(run, replay, measuring))
+        return max(reading, peak(cache + max(exact), making)), all_exact
     if any(x.needs.prompt_chunk for x in layers):
         return peak(cache + chunk_hidden, run), 0
     if share.chunk < share.tokens:
         return peak(cache + hidden + max(exact), max(run, making)), 0
-    # What is copied to the host stands until the layer's program ends.
-    making, copied = (
-        max(f(x) if x.has_cache else 0 for x in layers)
-        for f in (operator.attrgetter("making_in_place"), lambda x: x.device_bytes()["pinned_host"])
-    )
-    return peak(cache + hidden, max(attention + making, mlp + copied)), 0
+    # What is copied to the host stands until the layer's program ends; a second time, in another layout, where keys are
+    # normed, and a third time where something is made of it on the device, too (by what XLA reports for an H200).
+    copied = [x.device_bytes()["pinned_host"] if x.has_cache else 0 for x in layers]
+
+    def count_copies(layer: TracedLayer, size: int) -> int:
+        return 2 if layer.device_bytes()["device"] > size // 16 else int(bool(layer.kind.attention.qk_norm))
+
+    making = max(x.making + size * count_copies(x, size) for x, size in zip(layers, copied, strict=True))
+    return peak(cache + hidden, max(attention + making, mlp + max(copied))), 0
 
 
 def _count_hidden(layers: Sequence[TracedLayer], share: Share, num_tokens: int) -> int:
@@ -265,6 +271,27 @@ def _count_attention(layer: TracedLayer, share: Share) -> int:
     if share.chunk < share.tokens:
         widest += a.kv_heads * (a.head_dim + a.value_dim) // share.num_devices
     return share.sequences * (share.chunk * widest * share.itemsize + block)
+
+
+def _count_replay(layer: TracedLayer, share: Share) -> int:
+    """Counts what a layer makes of one copy of the prompt: B N Q T float32 scores and as many weights of the cache's
+    dtype, for a block of Q queries and the T tokens of the prompt, beside the activations of the copy.
+    """
+    if (replay := layer.needs.replay) is None:
+        return 0
+    copy = share._replace(chunk=min(replay.chunk_tokens + replay.lead_tokens, share.tokens))
+    numbers = share.sequences * layer.kind.attention.heads * min(QUERY_BLOCK_TOKENS, copy.chunk) * share.tokens
+    scores = numbers * (4 + share.itemsize) // share.num_devices
+    return max(_count_attention(layer, copy) + scores, _count_mlp(layer, copy))
+
+
+def _count_measuring(layer: TracedLayer, share: Share) -> int:
+    """Counts what a method makes that observes all queries of a prompt: B N T H float32, beside B K T H numbers."""
+    a = layer.kind.attention
+    if layer.needs.observed_queries is not None:
+        return 0
+    numbers = share.sequences * share.tokens * a.head_dim // share.num_devices
+    return numbers * (4 * a.heads + share.itemsize * a.kv_heads)
 
 
 def _count_mlp(layer: TracedLayer, share: Share) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -157,9 +158,12 @@ def write_notes(model: PlannedModel, plans: Sequence[PlanRow], options: Mapping[
         num_fitting = sum(p.fits for p in own)
         answer = "" if num_fitting else describe_nearest(model, own, options)
         notes.append(f"{context:,} tokens: {num_fitting} of {display.count(len(own), 'method')} fit{answer}")
-        if num_fitting and (helped := find_fitting_weights(model, own, options)):
-            weights, names = helped
-            notes.append(f"{context:,} tokens: {', '.join(names)} would fit with --weights {weights}")
+        by_remedy: dict[str, list[str]] = {}
+        for p in own if num_fitting else ():
+            if not p.fits and p.device_bytes is not None and (found := find_fitting_options(model, p, options)):
+                by_remedy.setdefault(" or ".join(found), []).append(p.method)
+        for remedy, names in by_remedy.items():
+            notes.append(f"{context:,} tokens: {', '.join(names)} would fit with {remedy}")
     kernels = "" if options["weights"] is None else f" with kernels in {options['weights']}"
     active = "" if not model.has_experts else f", {model.active_parameters / 1e9:.1f}B of them for each token"
     notes += [
@@ -181,7 +185,7 @@ def write_notes(model: PlannedModel, plans: Sequence[PlanRow], options: Mapping[
     notes += [f"{p.method} is refused: {p.refusal}" for p in plans if p.refusal]
     for limit in ("host memory", "reading the prompt"):
         limited = [p for p in plans if p.batch_limit == limit]
-        by_remedy: dict[str, list[str]] = {}
+        by_remedy = {}
         for p in limited:
             remedy = (
                 "--host-gb plans for a host with more" if limit == "host memory" else find_remedy(model, p, options)
@@ -193,34 +197,46 @@ def write_notes(model: PlannedModel, plans: Sequence[PlanRow], options: Mapping[
     return notes
 
 
-REMEDIES: Mapping[str, tuple[str, Any, str]] = {
+READING_REMEDIES: Mapping[str, tuple[str, Any, str]] = {
     OTHER_CHUNK: ("chunk", OTHER_CHUNK_TOKENS, "reads it in parts, with the activations of one part"),
     "--prompt-memory host": ("prompt_memory", "host", "holds on the host what waits for other layers"),
 }
 """Options that take less to read a prompt: the word on the command line -> (option of `plan`, value, what it does)."""
+REMEDIES: Mapping[str, tuple[str, Any]] = {
+    **{flag: (name, value) for flag, (name, value, _) in READING_REMEDIES.items()},
+    "--weights int8": ("weights", "int8"),
+    "--weights int4": ("weights", "int4"),
+}
+"""Options with which more fits: the word on the command line -> (option of `plan`, value)."""
 
 
 def find_remedy(model: PlannedModel, p: PlanRow, options: Mapping[str, Any]) -> str:
     """Returns the options that let more sequences be read at this context, each tried by itself; "" for none."""
     remedies = []
-    for flag, (name, value, what) in REMEDIES.items():
+    for flag, (name, value, what) in READING_REMEDIES.items():
         other = plan(model, [p.method], [p.context], **{**options, name: value})[0]
         if (other.largest_batch or 0) > (p.largest_batch or 0):
             remedies.append(f"{flag} {what}")
     return ", and ".join(remedies)
 
 
-def find_fitting_weights(
-    model: PlannedModel, plans: Sequence[PlanRow], options: Mapping[str, Any]
-) -> tuple[str, list[str]] | None:
-    """Finds the kind of codes with most bits with which further methods fit, and their names; all is tried."""
-    lacking = [p for p in plans if not p.fits and p.device_bytes is not None]
-    for weights in ("int8", "int4") if options["weights"] is None and lacking else ():
-        names, context = [p.method for p in lacking], lacking[0].context
-        others = plan(model, names, [context], **{**options, "weights": weights}, limits=False)
-        if fitting := [p.method for p in others if p.fits]:
-            return weights, fitting
-    return None
+def find_fitting_options(model: PlannedModel, p: PlanRow, options: Mapping[str, Any]) -> list[str]:
+    """Finds the fewest of `REMEDIES` with which a method fits that does not, as words of the command line.
+
+    All is tried. Kernels of 4 bits are left out where those of 8 do.
+    """
+    changes = {flag: change for flag, change in REMEDIES.items() if options[change[0]] != change[1]}
+    for size in range(1, len(changes) + 1):
+        found = []
+        for flags in itertools.combinations(changes, size):
+            changed = dict(changes[flag] for flag in flags)
+            if len(changed) < size:  # both kinds of kernels
+                continue
+            if plan(model, [p.method], [p.context], **{**options, **changed}, limits=False)[0].fits:
+                found.append(" ".join(flags))
+        if found:
+            return [words for words in found if words.replace("int4", "int8") not in found or "int4" not in words]
+    return []
 
 
 def describe_nearest(model: PlannedModel, plans: Sequence[PlanRow], options: Mapping[str, Any]) -> str:
@@ -243,14 +259,7 @@ def describe_nearest(model: PlannedModel, plans: Sequence[PlanRow], options: Map
     remedies = []
     if nearest.largest_batch:
         remedies.append(f"--batch {nearest.largest_batch}")
-    smaller = ("int8", "int4") if options["weights"] is None else ()
-    if kind := next((kind for kind in smaller if fits(weights=kind)), None):
-        remedies.append(f"--weights {kind}")
-    choices = {flag: {name: value} for flag, (name, value, _) in REMEDIES.items() if options[name] != value}
-    helpful = [flag for flag, changes in choices.items() if fits(**changes)]
-    if not helpful and fits(**{name: value for changes in choices.values() for name, value in changes.items()}):
-        helpful = [" ".join(choices)]
-    remedies += helpful
+    remedies += find_fitting_options(model, nearest, options)
     sizes = {size for letter, size in divided_sizes(model.config) if letter in "KFV"}
     meshes = [n for n in range(heads + 1, math.gcd(*sizes) + 1) if math.gcd(*sizes) % n == 0]
     if n := next((n for n in meshes if fits(mesh=(data, n))), None):
