@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Float, Float32, Int32
 
 from kvjax.core.quantized_kernel import dequantize
@@ -44,7 +45,12 @@ def matmul(x: Float[Array, "T D"], w: Float[Array, "D F"] | Mapping[str, Array])
     x, w = lax.optimization_barrier((x, dict(w)))
     codes, scale = w["codes"], w["scale"]
     if scale.ndim == 2:
-        return _multiply(x, dequantize(w).astype(x.dtype), x.dtype)
+        decoded = dequantize(w).astype(x.dtype)
+        if jax.default_backend() == "gpu":
+            # The compiler prefers this matrix transposed, and would transpose the codes of all layers before a loop: a
+            # second copy of them in memory.
+            decoded = with_layout_constraint(decoded, Layout((0, 1)))
+        return _multiply(x, decoded, x.dtype)
     # The scales come after the product: a GPU then converts the codes inside of it, and writes no decoded matrix. Sums
     # of codes, a hundred times as large as those of weights, may exceed float16.
     product = _multiply(x, codes.astype(x.dtype), jnp.float32 if x.dtype == jnp.float16 else x.dtype)
