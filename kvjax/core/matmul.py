@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Float, Float32, Int32
 
-from kvjax.core.quantized_kernel import dequantize
+from kvjax.core.quantized_kernel import dequantize, has_groups
 from kvjax.core.types import Array
 
 FEW_TOKENS = 64
@@ -44,7 +44,7 @@ def matmul(x: Float[Array, "T D"], w: Float[Array, "D F"] | Mapping[str, Array])
     # drops the barrier, and does so.
     x, w = lax.optimization_barrier((x, dict(w)))
     codes, scale = w["codes"], w["scale"]
-    if scale.ndim == 2:
+    if has_groups(w):
         decoded = dequantize(w).astype(x.dtype)
         if jax.default_backend() == "gpu":
             # The compiler prefers this matrix transposed, and would transpose the codes of all layers before a loop: a

@@ -42,8 +42,8 @@ def is_quantized(kernel: Any) -> bool:
     return isinstance(kernel, Mapping)
 
 
-def has_groups(kernel: QuantizedKernel) -> bool:
-    """Whether groups of inputs have scales of their own, as in 4 bits."""
+def has_groups(kernel: Mapping[str, Any]) -> bool:
+    """Whether groups of inputs have scales of their own in a `QuantizedKernel`, as in 4 bits."""
     return kernel["codes"].dtype == jnp.int4
 
 
