@@ -42,10 +42,9 @@ def matmul(x: Float[Array, "T D"], w: Float[Array, "D F"] | Mapping[str, Array])
         return _multiply(x, w, x.dtype)
     # Tied to x, as a GPU's compiler may otherwise decode the weights of all layers before a loop over tokens. The CPU's
     # drops the barrier, and does so.
-    x, w = lax.optimization_barrier((x, dict(w)))
-    codes, scale = w["codes"], w["scale"]
-    if has_groups(w):
-        decoded = dequantize(w).astype(x.dtype)
+    x, kernel = lax.optimization_barrier((x, dict(w)))
+    if has_groups(kernel):
+        decoded = dequantize(kernel).astype(x.dtype)
         if jax.default_backend() == "gpu":
             # The compiler prefers this matrix transposed, and would transpose the codes of all layers before a loop: a
             # second copy of them in memory.
@@ -53,8 +52,8 @@ def matmul(x: Float[Array, "T D"], w: Float[Array, "D F"] | Mapping[str, Array])
         return _multiply(x, decoded, x.dtype)
     # The scales come after the product: a GPU then converts the codes inside of it, and writes no decoded matrix. Sums
     # of codes, a hundred times as large as those of weights, may exceed float16.
-    product = _multiply(x, codes.astype(x.dtype), jnp.float32 if x.dtype == jnp.float16 else x.dtype)
-    return (product * scale.astype(product.dtype)[None]).astype(x.dtype)
+    product = _multiply(x, kernel["codes"].astype(x.dtype), jnp.float32 if x.dtype == jnp.float16 else x.dtype)
+    return (product * kernel["scale"].astype(product.dtype)[None]).astype(x.dtype)
 
 
 def _multiply(x: Array, w: Array, dtype: Any) -> Array:
