@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -201,7 +202,9 @@ def count_prefill(layers: Sequence[TracedLayer], share: Share, cache: int, promp
         return held + int(MARGIN * made)
 
     exact = [_count_exact_prompt(x, share) if x.has_cache else 0 for x in layers]
-    run = max(_count_activations(x, share) for x in layers)
+    attention, mlp = (max(f(x, share) for x in layers) for f in (_count_attention, _count_mlp))
+    run = max(attention, mlp)
+    # A program that compresses a prompt and does not run its layer cannot free the keys and values that it is given.
     making = max(x.making + x.device_bytes()["device"] if x.has_cache else 0 for x in layers)
     hidden, chunk_hidden = _count_hidden(layers, share, share.tokens), _count_hidden(layers, share, share.chunk)
     is_replayed = any(x.needs.replay for x in layers)
@@ -214,7 +217,12 @@ def count_prefill(layers: Sequence[TracedLayer], share: Share, cache: int, promp
         return peak(cache + chunk_hidden, run), 0
     if share.chunk < share.tokens:
         return peak(cache + hidden + max(exact), max(run, making)), 0
-    return peak(cache + hidden, run + making), 0
+    # What is copied to the host stands until the layer's program ends.
+    making, copied = (
+        max(f(x) if x.has_cache else 0 for x in layers)
+        for f in (operator.attrgetter("making_in_place"), lambda x: x.device_bytes()["pinned_host"])
+    )
+    return peak(cache + hidden, max(attention + making, mlp + copied)), 0
 
 
 def _count_hidden(layers: Sequence[TracedLayer], share: Share, num_tokens: int) -> int:
@@ -239,24 +247,41 @@ def _count_exact_prompt(layer: TracedLayer, share: Share) -> int:
     return share.sequences * numbers * share.itemsize // share.num_devices + replay_scores + hidden
 
 
-def _count_activations(layer: TracedLayer, share: Share) -> int:
-    """Counts what a layer makes of the tokens that are read at once: the most of attention and its MLP.
+def _count_attention(layer: TracedLayer, share: Share) -> int:
+    """Counts what the attention of a layer makes of the tokens that are read at once.
 
-    First the normed input and queries, B T (D + N H) numbers, then queries and results, B T N (H + V), and B N Q
-    (2 S + H + V) float32 for a block of Q queries and S keys: its scores and weights, its queries and its result.
-    Keys and values of a chunk stand beside those of the prompt. An MLP makes gate, values and their product, B T F
-    numbers each, of a block of T tokens.
+    First the normed input and queries, B T (D + N H) numbers, then queries and results, B T N (H + V), and for a block
+    of Q queries and S keys B N Q (2 S + H + 2 V) and B K S (H + V) float32: its scores and weights, its queries, its
+    result before and after it, keys and values. Keys and values of a chunk stand beside those of the prompt.
     """
     a = layer.kind.attention
     queries, keys = min(ATTENTION_BLOCK, share.chunk), min(ATTENTION_BLOCK, share.tokens)
-    block = 4 * a.heads * queries * (2 * keys + a.head_dim + a.value_dim) // share.num_devices
+    block = a.heads * queries * (2 * keys + a.head_dim + 2 * a.value_dim) + a.kv_heads * keys * (
+        a.head_dim + a.value_dim
+    )
+    block = 4 * block // share.num_devices
     own_heads = a.heads * a.head_dim // share.num_devices
     widest = own_heads + max(share.width, a.heads * a.value_dim // share.num_devices)
     if share.chunk < share.tokens:
         widest += a.kv_heads * (a.head_dim + a.value_dim) // share.num_devices
-    mlp_tokens = share.chunk if share.chunk < 2 * BLOCK_TOKENS else BLOCK_TOKENS
-    mlp = mlp_tokens * (3 * _active_mlp_width(layer.kind) // share.num_devices + share.width)
-    return share.sequences * max(share.chunk * widest * share.itemsize + block, mlp * share.itemsize)
+    return share.sequences * (share.chunk * widest * share.itemsize + block)
+
+
+def _count_mlp(layer: TracedLayer, share: Share) -> int:
+    """Counts what the MLP of a layer makes of a block of tokens.
+
+    For each token its normed input, D numbers, and gate, values and their product, F each. Experts take a row for each
+    token and chosen expert and pad those of each expert, to twice as many at most: D and 8 F for each row, since gate
+    and values are loops whose results stand twice. A shared expert makes what an MLP does beside 6 F for each row.
+    """
+    kind, experts, width = layer.kind.mlp, layer.kind.mlp.experts, share.width
+    if experts is None:
+        numbers = width + 3 * kind.width // share.num_devices
+    else:
+        inner, shared = (n // share.num_devices for n in (experts.top_k * kind.width, experts.shared_width))
+        numbers = width + experts.top_k * width + max(8 * inner, 6 * inner + 3 * shared)
+    tokens = share.chunk if share.chunk < 2 * BLOCK_TOKENS else BLOCK_TOKENS
+    return share.sequences * tokens * numbers * share.itemsize
 
 
 def _active_mlp_width(kind: LayerKind) -> int:

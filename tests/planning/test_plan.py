@@ -79,24 +79,36 @@ def test_bytes_are_those_of_the_shards_on_a_device(mesh):
         assert (need.host > 0) == method.startswith("kcache")
 
 
-@pytest.mark.parametrize("method", ["full", "int8", "kivi:bits=2", "snapkv:budget=25%", "streaming_llm:recent=252"])
-def test_reading_a_prompt_takes_what_the_compiler_reports_for_a_layer(method):
-    """Temporary bytes and results of a compiled layer that is given its hidden vectors, and the plan; never below."""
-    config = kvjax.Config.llama(96, 256, 1, heads=4, kv_heads=4, head_dim=64, mlp_width=1024)
-    tokens, params = 4096, nn.unbox(abstract_params(dataclasses.replace(config, vocab_size=8), jnp.float32))
+def measure_reading(method: str, config: Config, tokens: int) -> tuple[int, int]:
+    """Bytes of reading a prompt in a model of one layer: planned, and as this CPU's compiler reports them."""
+    setting = Setting(PlannedModel("x", config, "tests"), DEVICE, (1, 1), "float32", 0, None, 0.0)
+    planned = count_device_bytes(setting, kvjax.parse(method), tokens, 1).prefill
+    params = nn.unbox(abstract_params(dataclasses.replace(config, vocab_size=8), jnp.float32))
     layers = bind(method, config)
     (call,) = layer_calls(layers, config, (num_layer_slots(layers[0], (tokens,), tokens),))
     hidden = jax.ShapeDtypeStruct((1, tokens, config.width), jnp.float32)
-    angles = ((jax.ShapeDtypeStruct((1, tokens, 32), jnp.float32),) * 2,)
+    angles = ((jax.ShapeDtypeStruct((1, tokens, config.ropes[0].dim // 2), jnp.float32),) * 2,)
     lengths: Any = jax.ShapeDtypeStruct((1,), jnp.int32)
     mode = FullPrefill(lengths, tokens, None)
     layer = jax.jit(apply_layer, static_argnames=("call", "target"), donate_argnames="hidden")
     arguments = (params["layer_0"], hidden, angles, mode, None, None)
     report: Any = layer.lower(*arguments, call=call, target=Target(config)).compile().memory_analysis()
-    real = report.temp_size_in_bytes + report.output_size_in_bytes + 2 * 4 * tokens * 32
-    setting = Setting(PlannedModel("x", config, "tests"), DEVICE, (1, 1), "float32", 0, None, 0.0)
-    planned = count_device_bytes(setting, kvjax.parse(method), tokens, 1).prefill
-    assert 1 <= planned / real < 1.3
+    angle_bytes = sum(x.size * 4 for x in angles[0])
+    return planned, report.temp_size_in_bytes + report.output_size_in_bytes + angle_bytes
+
+
+@pytest.mark.parametrize("method", ["full", "int8", "kivi:bits=2", "snapkv:budget=25%", "streaming_llm:recent=252"])
+def test_reading_a_prompt_takes_what_the_compiler_reports_for_a_layer(method):
+    """Temporary bytes and results of a compiled layer that is given its hidden vectors.
+
+    The plan is for GPUs, whose compiler makes a layer's state before its MLP runs. This CPU's runs the MLP first,
+    beside the exact keys and values, where a method makes its state of all of them.
+    """
+    config, tokens = kvjax.Config.llama(96, 256, 1, heads=4, kv_heads=4, head_dim=64, mlp_width=1024), 4096
+    planned, real = measure_reading(method, config, tokens)
+    keys_and_values = 2 * 4 * tokens * 256
+    waiting = 0 if method in ("full", "streaming_llm:recent=252") else keys_and_values
+    assert 1 <= (planned + waiting) / real and planned / real < 1.15
 
 
 def test_live_bytes_are_those_that_a_program_has_to_write():
@@ -110,7 +122,9 @@ def test_live_bytes_are_those_that_a_program_has_to_write():
     assert live(lambda x: (x @ x) @ x) == 1
     assert live(lambda x: (2 * x) @ x) == 1  # an operand is written
     assert live(lambda x: x + 1, 1) == 1
-    assert live(lambda x: (jnp.sort(x) + jnp.sort(-x)) @ x) == 4  # two operands and what is made of them
+    assert live(lambda x: jnp.pad(x, 0).reshape(4096), 1) == 0  # the argument is the result
+    assert live(lambda x: jnp.sort(x) + jnp.sort(-x)) == 2  # one of three is replaced by the result
+    assert live(lambda x: (jnp.sort(x) + jnp.sort(-x)) @ x) == 3  # both operands and their sum
 
 
 def test_exact_prompts_are_held_of_one_layer_or_of_all_on_device_or_host():
@@ -298,14 +312,8 @@ def test_layers_on_a_line_are_planned_as_if_all_were_traced():
         assert reads == kvjax.step_bytes(method, config, 512, batch=2, dtype="float32")
 
 
-def test_a_prompt_passes_the_chosen_experts_and_the_shared_one():
-    def bytes_of_reading(experts: Experts) -> int:
-        kind = LayerKind(AttentionKind(4, 2, 16, Rope(16)), MlpKind(512, experts=experts))
-        model = PlannedModel("experts", Config(64, 64, (kind,), (0,), max_positions=4096), "of the tests")
-        setting = Setting(model, find_hardware("l4"), dtype="float32")
-        return count_device_bytes(setting, kvjax.parse("full"), 1024, 1).prefill
-
-    alone = bytes_of_reading(Experts(8, 2))
-    # Gate, values and their product of each further channel, for 1,024 tokens in float32.
-    assert bytes_of_reading(Experts(8, 3)) - alone == 3 * 1024 * 512 * 4
-    assert bytes_of_reading(Experts(8, 2, shared_width=256)) - alone == 3 * 1024 * 256 * 4
+@pytest.mark.parametrize("experts", [Experts(8, 2), Experts(8, 3), Experts(8, 1, shared_width=2048)])
+def test_reading_a_prompt_takes_what_the_compiler_reports_for_a_layer_of_experts(experts):
+    kind = LayerKind(AttentionKind(4, 2, 16, Rope(16)), MlpKind(512, experts=experts))
+    planned, real = measure_reading("full", Config(64, 64, (kind,), (0,), max_positions=4096), 1024)
+    assert 1 <= planned / real < 1.15
