@@ -31,7 +31,7 @@ from kvjax.models.chat_template import ChatTemplate
 from kvjax.models.config import Config
 from kvjax.models.decoder import init
 from kvjax.models.fingerprint import fingerprint
-from kvjax.models.quantized_params import quantize_params, weights_of
+from kvjax.models.quantized_params import count_parameters, quantize_params, weights_of
 from kvjax.models.sharding import param_shardings
 from kvjax.models.tokenizer import Tokenizer
 from kvjax.processes import require_agreement
@@ -67,7 +67,7 @@ class Model:
 
     def __repr__(self) -> str:
         flat: dict[str, Any] = flatten_dict(self.params, sep="/")
-        c, num_parameters = self.config, sum(x.size for path, x in flat.items() if not path.endswith("/kernel/scale"))
+        c, num_parameters = self.config, count_parameters({path: x.shape for path, x in flat.items()})
         numbers = f"{self.dtype}" if self.weights is None else f"{self.dtype}, kernels in {self.weights}"
         shape = f"{c.layers} layers, width {c.width}, {c.describe_heads()}"
         return f"Model({self.name or 'no name'}: {num_parameters:,} parameters in {numbers}, {shape})"

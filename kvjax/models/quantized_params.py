@@ -6,6 +6,7 @@ biases, sinks, routers, and latent attention's up-projections of keys and values
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -72,6 +73,11 @@ def weights_of(dtypes: Mapping[str, Any]) -> str | None:
     """Returns the kind of codes, given the dtypes of parameters by their paths; None where no kernel is quantized."""
     names = {str(dtype) for path, dtype in dtypes.items() if is_codes(path)}
     return next((name for name in CODE_RANGES if names == {name}), None)
+
+
+def count_parameters(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Counts the numbers of a model, given the shapes of its arrays by their paths; scales of codes do not count."""
+    return sum(math.prod(shape) for path, shape in shapes.items() if not path.endswith("/kernel/scale"))
 
 
 def count_bits(dtype: Any) -> int:
