@@ -38,7 +38,9 @@ from kvjax.registry.strings import parse
 from tests.contract import layer as one_layer
 from tests.contract.cases import FIRST_CASES
 
-STEPPED = set("bfp fp8 gear int4 int8 kivi kvquant mikv rotatekv saq specache turboquant zipcache zipvl".split())
+STEPPED = set(
+    "bfp fp8 gear ggml int4 int8 kivi kvquant mikv mxfp4 nvfp4 rotatekv saq specache turboquant zipcache zipvl".split()
+)
 SMALL = {name: case.small for name, case in FIRST_CASES.items()} | {
     "codes that only select": "double_sparsity:heavy=3,factor=4,bits=4,device_layers=0",
     "codes in pages": "snapkv:budget=6,window=2,kernel=3 + adakv:page=4 + kivi:bits=4,group=4,residual=4",
