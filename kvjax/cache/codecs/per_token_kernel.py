@@ -69,6 +69,7 @@ def _codes(codec: PerTokenCodec, stored: QuantizedTokens) -> TokenCodes:
     data, scale = data.reshape(*data.shape[:3], -1), parts.scale[..., 0]
     if isinstance(quantizer, Absmax):
         return TokenCodes(data, lax.bitcast_convert_type(scale, jnp.float32), None)
+    assert isinstance(quantizer, MinMax)
     zero = jnp.uint32(2**quantizer.bits - 1)
     return TokenCodes(
         data, lax.bitcast_convert_type(scale & ~zero, jnp.float32), (scale & zero).astype(jnp.int32).astype(jnp.float32)

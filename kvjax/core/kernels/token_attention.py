@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -169,10 +169,9 @@ class _Sizes(NamedTuple):
 def _kernel(sizes: _Sizes, present: list[bool], *refs):
     """The program: `QUERY_ROWS` queries of one sequence and head, and every `splits`-th block of slots."""
     *given, out_ref, m_ref, l_ref = refs
-    given = iter(given)
-    q_ref, k_data, k_scale, k_zero, v_data, v_scale, v_zero, pos_ref, q_pos_ref = (
-        next(given) if x else None for x in present
-    )
+    rest = iter(given)
+    all_refs: list[Any] = [next(rest) if is_given else None for is_given in present]
+    q_ref, k_data, k_scale, k_zero, v_data, v_scale, v_zero, pos_ref, q_pos_ref = all_refs
     k_bits, v_bits = sizes.bits
     k_planes, v_planes = 8 // k_bits, 8 // v_bits
     row = span(QUERY_ROWS)
