@@ -13,12 +13,13 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 
 from checkpoints_convert.conversion_plan import ConversionPlan, plan_conversion
-from checkpoints_convert.convert import Progress, open_source
+from checkpoints_convert.convert import Progress, open_source, read_parts
 from checkpoints_convert.source import Source
 from kvjax.errors import KvjaxError
 from kvjax.generation.model_calls import logits
 from kvjax.models import checkpoint
 from kvjax.models.model import Model
+from kvjax.models.quantized_params import quantize_params
 from kvjax.utils.files import expand_user
 from kvjax.utils.packages import import_optional
 
@@ -39,6 +40,8 @@ class Report:
 
 def check(src, dst, *, compare_logits: bool | None = None, progress: Progress | None = None) -> Report:
     """Compares config, tokenizer files, every tensor (bit for bit, in the dtype of `dst`) and logits.
+
+    Of a directory with quantized kernels, the codes and scales of the source's tensors are compared, and no logits.
 
     Args:
       src: the source.
@@ -71,7 +74,9 @@ def check(src, dst, *, compare_logits: bool | None = None, progress: Progress | 
     lacking, difference, refusal = missing_packages(src), None, None
     if problems:
         refusal = f"{dst} is not {src}; convert it again:\n  " + "\n  ".join(problems)
-    elif compare_logits or (compare_logits is None and not lacking):
+    elif record.weights is not None and compare_logits:
+        refusal = f"logits of {record.weights} weights are not transformers'; compare the tensors alone, --tensors-only"
+    elif record.weights is None and (compare_logits or (compare_logits is None and not lacking)):
         difference = logit_difference(src, dst, record)
         if not difference <= LOGIT_TOLERANCE:
             refusal = (
@@ -105,7 +110,16 @@ def _compare_tensors(
     done, total = 0, sum(b.num_values for b in plan.bindings) * dtype.itemsize
     if progress:
         progress("", done, total)
-    for name, bindings in plan.parts.items():
+    parts = plan.parts.items() if record.weights is None else []
+    if record.weights is not None:
+        for name, part in read_parts(source, plan, dtype):
+            expected: dict[str, Any] = flatten_dict(quantize_params({name: part}, record.weights), sep="/")
+            found: dict[str, Any] = flatten_dict({name: checkpoint.read_part(dst, name, record)}, sep="/")
+            problems += [f"{path}: differs" for path, x in expected.items() if not np.array_equal(x, found[path])]
+            done += sum(b.num_values for b in plan.parts[name]) * dtype.itemsize
+            if progress:
+                progress(name, done, total)
+    for name, bindings in parts:
         flat = flatten_dict({name: checkpoint.read_part(dst, name, record)}, sep="/")
         ours = {p: np.asarray(x) for p, x in flat.items()}
         for b in bindings:

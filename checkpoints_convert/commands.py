@@ -13,6 +13,7 @@ from checkpoints_convert.convert import convert
 from checkpoints_convert.describe import describe
 from checkpoints_convert.families import FAMILIES
 from checkpoints_convert.progress import progress_bar
+from kvjax.core.quantized_kernel import LARGEST_CODES
 from kvjax.errors import KvjaxError
 from kvjax.utils import arguments
 from kvjax.utils.files import Unwritable
@@ -38,7 +39,7 @@ converted, if it cannot."""
 
 def run_convert(args: argparse.Namespace) -> str:
     with progress_bar("convert") as progress:
-        convert(args.src, args.dst, args.dtype, replace=args.force, progress=progress)
+        convert(args.src, args.dst, args.dtype, weights=args.weights, replace=args.force, progress=progress)
     return f"wrote {args.dst}; compare it with: python -m checkpoints_convert check {args.src} {args.dst}"
 
 
@@ -81,6 +82,11 @@ def parser() -> argparse.ArgumentParser:
         type=arguments.dtype_name,
         choices=arguments.DTYPES,
         help="type of the written weights, bf16 and the like are understood (default: as stored)",
+    )
+    convert_command.add_argument(
+        "--weights",
+        choices=tuple(LARGEST_CODES),
+        help="kernels in 8 bits with a scale by output channel, or in 4 by groups of 128 rows (default: in --dtype)",
     )
     convert_command.add_argument(
         "--force", action="store_true", help="replace DST if it is a kvjax directory, once the new one is complete"

@@ -13,8 +13,10 @@ from flax.traverse_util import unflatten_dict
 
 from checkpoints_convert.conversion_plan import EMBEDDING, Binding, ConversionPlan, plan_conversion
 from checkpoints_convert.source import Directory, Source
+from kvjax.core.quantized_kernel import check_weights
 from kvjax.errors import KvjaxError
 from kvjax.models import Config, checkpoint, tokenizer
+from kvjax.models.quantized_params import quantize_params
 from kvjax.utils.arguments import float_type
 from kvjax.utils.files import expand_user
 
@@ -38,13 +40,22 @@ def open_source(path: str | Path) -> Source:
     return GgufSource(path)
 
 
-def convert(src, dst, dtype: str | None = None, *, replace: bool = False, progress: Progress | None = None) -> Config:
+def convert(
+    src,
+    dst,
+    dtype: str | None = None,
+    *,
+    weights: str | None = None,
+    replace: bool = False,
+    progress: Progress | None = None,
+) -> Config:
     """Writes a checkpoint as a kvjax directory, which appears when it is complete.
 
     Args:
       src: a Hugging Face directory or a GGUF file.
       dst: the directory to write.
       dtype: of the weights, as "bfloat16" or "bf16"; None as stored, float32 for quantized, mixed and 64-bit types.
+      weights: "int8" or "int4" writes kernels in codes, see `kvjax.Model.with_weights`; None in the dtype.
       replace: whether an existing checkpoint at `dst` is replaced.
       progress: called after each part.
 
@@ -55,6 +66,7 @@ def convert(src, dst, dtype: str | None = None, *, replace: bool = False, progre
       KvjaxError: before `dst` is touched, for a checkpoint that cannot be converted faithfully: unsupported config;
         tensors missing, left over, misshapen, truncated, not finite or beyond `dtype`; a tokenizer that does not work.
     """
+    check_weights(weights)
     checkpoint.refuse_existing(dst, replace)
     weight_dtype = None if dtype is None else float_type(dtype)
     source = open_source(src)
@@ -69,7 +81,7 @@ def convert(src, dst, dtype: str | None = None, *, replace: bool = False, progre
         if progress:
             progress("", done, total)
         for name, part in read_parts(source, plan, weight_dtype):
-            writer.put(name, part)
+            writer.put(name, part if weights is None else quantize_params({name: part}, weights)[name])
             del part  # otherwise it stays in memory while the next part is read
             done += sum(b.num_values for b in plan.parts[name]) * weight_dtype.itemsize
             if progress:

@@ -34,6 +34,10 @@ DTYPE: Any = {
     "choices": arguments.DTYPES,
     "help": "of weights and cache, bf16 and the like are understood (default: as stored)",
 }
+WEIGHTS: Any = {
+    "choices": ("int8", "int4"),
+    "help": "kernels in 8 bits with a scale by output channel, or in 4 by groups of 128 rows (default: as stored)",
+}
 GENERATE_OPTIONS = (
     "max_new_tokens",
     "stop",
@@ -136,6 +140,7 @@ def _parser() -> argparse.ArgumentParser:
     demo = commands.add_parser("demo", help="methods on one model: quality, bytes and speed in one table")
     demo.add_argument("--out", type=expand_user, default=Path("out/demo"), help="where demo.json and demo.png go")
     demo.add_argument("--model", default="testbed", help=MODEL)
+    demo.add_argument("--weights", **WEIGHTS)
     demo.add_argument("--methods", help="method strings separated by ';' (default: four, with --full eleven)")
     demo.add_argument("--full", action="store_true", help="longer contexts and more methods: minutes instead of one")
     demo.set_defaults(run=lambda args: import_module("kvjax.eval.run.eval_command").demo(args))
@@ -232,6 +237,7 @@ def _add_generate(p: argparse.ArgumentParser) -> None:
     p.add_argument("--frequency-penalty", type=float, help="the same, times how often a token came")
     p.add_argument("--seed", type=_integer, default=0)
     p.add_argument("--dtype", **DTYPE)
+    p.add_argument("--weights", **WEIGHTS)
     p.add_argument("--json", action="store_true", help="print the whole result as JSON, and nothing before it")
     p.add_argument(
         "--logprobs",
@@ -268,6 +274,7 @@ def _add_explore(p: argparse.ArgumentParser) -> None:
     p.add_argument("--tokens", type=_integer, help="read the text's first tokens only")
     p.add_argument("--chat", action="store_true", help="the text is a message to which a chat model answers")
     p.add_argument("--dtype", **DTYPE)
+    p.add_argument("--weights", **WEIGHTS)
     p.set_defaults(run=lambda args: import_module("kvjax.explore.explore_command").run(args))
 
 
@@ -280,6 +287,7 @@ def _add_calibrate(p: argparse.ArgumentParser) -> None:
     p.add_argument("--context", type=_integer, default=2048, help="tokens read as one document (default: %(default)s)")
     p.add_argument("--batch", type=_integer, default=1, help="documents at a time (default: %(default)s)")
     p.add_argument("--dtype", **DTYPE)
+    p.add_argument("--weights", **WEIGHTS)
     p.set_defaults(run=_calibrate)
 
 
@@ -315,6 +323,7 @@ def _add_eval(p: argparse.ArgumentParser) -> None:
     )
     p.add_argument("--data", type=expand_user, help="the folder with the files of public benchmarks")
     p.add_argument("--dtype", **DTYPE)
+    p.add_argument("--weights", **WEIGHTS)
     p.add_argument(
         "--chat",
         action=argparse.BooleanOptionalAction,
@@ -358,8 +367,8 @@ def _add_plan(p: argparse.ArgumentParser) -> None:
     )
     p.add_argument(
         "--method",
-        default="full; int8; kivi:bits=4; kivi:bits=2; snapkv:budget=25%; quest:budget=1024; kcache:n=128; "
-        "shadowkv; specache:bits=2; offload",
+        default="full; int8; kivi:bits=4,residual=32; kivi:bits=2; turned_queries:budget=23%; kvzip:budget=19% + int4; "
+        "quest:budget=256,device_layers=0 + offload; specache:bits=2; offload; streaming_llm:recent=1020",
         help="method strings separated by ';' (default: %(default)s)",
     )
     p.add_argument("--context", default="32k", help="tokens of a prompt, several with commas (default: %(default)s)")
@@ -373,7 +382,14 @@ def _add_plan(p: argparse.ArgumentParser) -> None:
     p.add_argument("--bandwidth", type=float, help="of a device's memory in GB/s, in place of the catalogue's")
     p.add_argument("--room", type=_integer, default=0, help="tokens that may follow the prompt (default: %(default)s)")
     p.add_argument("--chunk", type=_integer, help="tokens of the prompt read at a time (default: all at once)")
+    p.add_argument(
+        "--prompt-memory",
+        choices=("device", "host"),
+        default="device",
+        help="where exact keys and values wait under methods that compress no layer before all have read the prompt",
+    )
     p.add_argument("--dtype", **DTYPE | {"help": "of weights and cache (default: %(default)s)"}, default="bfloat16")
+    p.add_argument("--weights", **WEIGHTS | {"help": "of kernels, as kvjax.load holds them (default: in --dtype)"})
     p.add_argument("--json", action="store_true", help="print everything as JSON, and nothing before it")
     p.add_argument(
         "--plot", type=expand_user, metavar="FILE", help="bytes of a device against context: .png, .svg or .pdf"
@@ -388,7 +404,8 @@ def _calibrate(args: argparse.Namespace) -> None:
     for name in ("tokens", "context", "batch"):
         arguments.integer(f"--{name}", getattr(args, name))
     check_output(args.out, args.text, "--text")
-    model, documents, read = kvjax.load(args.model, dtype=args.dtype), None, "documents of its own"
+    model = kvjax.load(args.model, dtype=args.dtype, weights=args.weights)
+    documents, read = None, "documents of its own"
     if args.text is not None:
         documents = calibrate.split_documents(model, read_text_file(args.text, "--text"), args.tokens, args.context)
         read = f"{args.tokens} tokens of {args.text}"
@@ -414,6 +431,7 @@ def _generate(args: argparse.Namespace) -> None:
     model = kvjax.load(
         args.model,
         dtype=args.dtype,
+        weights=args.weights,
         mesh=_mesh(args, len(prompts), "give a number of prompts that does, or another --mesh"),
     )
     if args.chat:

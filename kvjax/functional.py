@@ -40,6 +40,7 @@ from kvjax.cache.shared_prefix import SharedPrefixState
 from kvjax.core import memory
 from kvjax.core.explicit_axes import accepts_explicit_axes, layer_specs, spec_of, specs_as_before
 from kvjax.core.precision import computes_in_32_bits
+from kvjax.core.quantized_kernel import is_quantized
 from kvjax.core.random import key_from_seed
 from kvjax.core.rope import Rope
 from kvjax.core.types import Array
@@ -78,9 +79,15 @@ def bind(method: str | KVMethod, config: Config, differentiable: bool = False) -
     return _plan.bind(method, config, differentiable)
 
 
+def _kernel_spec(linear: Any) -> PartitionSpec:
+    """Returns how the kernel of a linear map's parameters is divided; its codes are divided alike."""
+    kernel = linear["kernel"]
+    return spec_of(kernel["codes"] if is_quantized(kernel) else kernel)
+
+
 def _logits_spec(result: Array, params: Any, tokens: Array, *_: Any, **__: Any) -> PartitionSpec:
     """Logits lie as the tokens do, and along the vocabulary as the parameters that make them."""
-    vocabulary = spec_of(params["head"]["kernel"])[1] if "head" in params else spec_of(params["embedding"])[0]
+    vocabulary = _kernel_spec(params["head"])[1] if "head" in params else spec_of(params["embedding"])[0]
     return PartitionSpec(*spec_of(tokens)[: result.ndim - 1], vocabulary)
 
 
@@ -91,11 +98,10 @@ def _prefill_specs(
     last, cache = result
     sequences, states = spec_of(tokens)[0], []
     for i, state in enumerate(cache.layers):
-        keys = params[f"layer_{i}"]["attention"].get("k", {}).get("kernel")
+        keys = params[f"layer_{i}"]["attention"].get("k")
         kv_heads = cache.config.kind(i).attention.kv_heads
-        states.append(
-            layer_specs(state, len(tokens), kv_heads, sequences, spec_of(keys)[1] if keys is not None else None)
-        )
+        heads = None if keys is None else _kernel_spec(keys)[1]
+        states.append(layer_specs(state, len(tokens), kv_heads, sequences, heads))
     specs = dataclasses.replace(cache, layers=tuple(states), length=PartitionSpec(sequences))
     return _logits_spec(last, params, tokens), specs
 

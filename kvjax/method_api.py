@@ -19,7 +19,7 @@ from kvjax.cache.codecs.group_quant import Kivi
 from kvjax.cache.codecs.low_rank import CalibratedLowRank
 from kvjax.cache.codecs.per_token import PerTokenCodec
 from kvjax.cache.codecs.plain import CodecWrapper, Host, Plain
-from kvjax.cache.codecs.quantizers import Fp8, MinMax, Quantizer, step_size
+from kvjax.cache.codecs.quantizers import Fp4, Fp8, MinMax, Quantizer, step_size
 from kvjax.cache.components import (
     Budget,
     Components,
@@ -156,6 +156,7 @@ __all__ = [
     "PerTokenCodec",  # codec: quantizes each token vector by itself
     "Quantizer",  # base: the rounding of `PerTokenCodec`
     "MinMax",  # quantizer: equal steps between minimum and maximum
+    "Fp4",  # quantizer: blocks of 4-bit floats with 8-bit scales
     "Fp8",  # quantizer: 8-bit floats
     "Kivi",  # codec: groups of tokens or channels, and an exact window of the newest tokens
     "ExactPrefix",  # codec: the first tokens exactly, the others by another codec

@@ -9,6 +9,7 @@ import functools
 import math
 import os
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Float, Float32, Int32
 
+from kvjax.core.quantized_kernel import dequantize
 from kvjax.core.types import Array
 
 FEW_TOKENS = 64
@@ -33,8 +35,16 @@ CPUINFO = pathlib.Path("/proc/cpuinfo")
 """The file in which Linux lists the flags of the CPU."""
 
 
-def matmul(x: Float[Array, "T D"], w: Float[Array, "D F"]) -> Float[Array, "T F"]:
-    """Multiplies vectors by a weight; the result is in x's dtype."""
+def matmul(x: Float[Array, "T D"], w: Float[Array, "D F"] | Mapping[str, Array]) -> Float[Array, "T F"]:
+    """Multiplies vectors by a weight, which may be a `QuantizedKernel`; the result is in x's dtype."""
+    if isinstance(w, Mapping):
+        # Tied to x, as a GPU's compiler may otherwise decode the weights of all layers before a loop over tokens. The
+        # CPU's drops the barrier, and does so.
+        x, w = lax.optimization_barrier((x, dict(w)))
+        if w["codes"].dtype != jnp.int8:
+            return matmul(x, dequantize(w).astype(x.dtype))
+        # The scales after the product: a GPU then converts the codes inside of it, and writes no decoded matrix.
+        return matmul(x, w["codes"].astype(x.dtype)) * w["scale"].astype(x.dtype)[None]
     if _sums_in_float32(x):
         return _product_in_float32(x, w, (((1,), (0,)), ((), ()))).astype(x.dtype)
     if len(x) == 1 and x.dtype == jnp.float32 and w.size >= LARGE_WEIGHT and jax.default_backend() == "cpu":
@@ -47,16 +57,19 @@ def matmul(x: Float[Array, "T D"], w: Float[Array, "D F"]) -> Float[Array, "T F"
     return x @ w
 
 
-def grouped_matmul(x: Float[Array, "T D"], w: Float[Array, "E D F"], counts: Int32[Array, " E"]) -> Float[Array, "T F"]:
+def grouped_matmul(
+    x: Float[Array, "T D"], w: Float[Array, "E D F"] | Mapping[str, Array], counts: Int32[Array, " E"]
+) -> Float[Array, "T F"]:
     """Multiplies runs of vectors by a weight of their own: the first counts[0] vectors by w[0], and so on.
 
-    Every vector is multiplied, whatever the counts are; they add up to T.
+    Every vector is multiplied, whatever the counts are; they add up to T. Quantized weights have E as the first axis of
+    codes and scale.
     """
-    if jax.default_backend() == "tpu":
+    if jax.default_backend() == "tpu" and not isinstance(w, Mapping):
         return lax.ragged_dot(x, w, counts)
     # Elsewhere XLA multiplies every vector by every weight for `ragged_dot`. Here each run is padded to whole blocks,
     # and a block is multiplied by its own weight alone: at most T + E * size vectors, which is at most twice T.
-    (T, D), E = x.shape, w.shape[0]
+    (T, D), E = x.shape, len(counts)
     size = max(1, T // E)
     num_blocks = (T + min(E, T) * (size - 1)) // size
     blocks = -(-counts // size)  # of each run
@@ -65,7 +78,11 @@ def grouped_matmul(x: Float[Array, "T D"], w: Float[Array, "E D F"], counts: Int
     place = (first_in_padded - first_in_x)[run] + jnp.arange(T)
     padded = jnp.zeros((num_blocks * size, D), x.dtype).at[place].set(x, unique_indices=True)
     weight = jnp.repeat(jnp.arange(E), blocks, total_repeat_length=num_blocks)
-    out = lax.map(lambda block: matmul(block[0], w[block[1]]), (padded.reshape(num_blocks, size, D), weight))
+
+    def multiply_block(block: tuple[Array, Array]) -> Array:
+        return matmul(block[0], jax.tree.map(lambda w: w[block[1]], w))
+
+    out = lax.map(multiply_block, (padded.reshape(num_blocks, size, D), weight))
     return out.reshape(num_blocks * size, -1)[place]
 
 

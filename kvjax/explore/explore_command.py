@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> None:
         if not text.strip():
             raise KvjaxError(f"--text {args.text} has no text; give a file with some")
     check_output(args.out, args.text, "--text")
-    model = load(args.model, dtype=args.dtype)
+    model = load(args.model, dtype=args.dtype, weights=args.weights)
     if args.chat and args.tokens is not None:
         raise KvjaxError("--tokens would cut the end of a conversation off; give --text a shorter message instead")
     (ids,) = model.chat_ids([{"role": "user", "content": text}]) if args.chat else token_ids(model, [text], begins=True)

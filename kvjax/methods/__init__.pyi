@@ -20,6 +20,7 @@ from .expected_attention import expected_attention as expected_attention
 from .fp8 import fp8 as fp8
 from .full import full as full
 from .gear import gear as gear
+from .ggml import ggml as ggml
 from .h2o import h2o as h2o
 from .head_shares import head_shares as head_shares
 from .headkv import headkv as headkv
@@ -46,6 +47,8 @@ from .merged_heads import merged_heads as merged_heads
 from .merging import merging as merging
 from .mikv import mikv as mikv
 from .minicache import minicache as minicache
+from .mxfp4 import mxfp4 as mxfp4
+from .nvfp4 import nvfp4 as nvfp4
 from .offload import offload as offload
 from .pyramidkv import pyramidkv as pyramidkv
 from .quest import quest as quest

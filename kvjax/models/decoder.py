@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 
 from kvjax.core.matmul import grouped_matmul, unembed
+from kvjax.core.quantized_kernel import dequantize
 from kvjax.core.rope import rotate
 from kvjax.core.top_k import top_k
 from kvjax.core.types import Array
@@ -128,7 +129,7 @@ def output_projection_of(params: Any, kind: LayerKind) -> Array:
       params: of the layer.
       kind: of the layer. With latent attention the map contains the up-projection of values, so that H is its rank.
     """
-    kernel = params["attention"]["o"]["kernel"]
+    kernel = dequantize(params["attention"]["o"]["kernel"], num_inputs=3)
     if kind.attention.latent is None:
         return kernel
     return jnp.einsum("gvr,kgvd->kgrd", params["attention"]["value_up"], kernel)
@@ -232,7 +233,8 @@ class ExpertLinear(nn.Module):
     def __call__(self, rows: Array, counts: Array, expert: Array) -> Array:
         names, shape = tuple(self.axes.split()), (self.count, self.size_in, self.size_out)
         init: Any = nn.with_logical_partitioning(nn.initializers.normal(self.size_in**-0.5), names)
-        y = grouped_matmul(rows, self.param("kernel", init, shape, self.dtype), counts)
+        kernel: Any = self.param("kernel", init, shape, self.dtype)
+        y = grouped_matmul(rows, kernel, counts)
         if self.bias:
             zeros: Any = nn.with_logical_partitioning(nn.initializers.zeros, (names[0], names[2]))
             y = y + self.param("bias", zeros, (self.count, self.size_out), self.dtype)[expert]

@@ -35,6 +35,8 @@ def fingerprint(params: Any) -> str:
       `KIND` and 64 hexadecimal digits.
     """
     leaves = jax.tree_util.tree_leaves_with_path(params)
+    # A code of 4 bits is widened: what the other half of its byte holds is not said.
+    leaves = [(path, x.astype(np.int8) if x.dtype == jnp.int4 else x) for path, x in leaves]
     # All programs are started before the first result is awaited. NumPy needs none, which takes longer than the sum.
     sums = [_sum_in_memory(x) if memory.is_on_cpu(x) else _sum_on_device(x) for _, x in leaves]
     digest = hashlib.sha256()

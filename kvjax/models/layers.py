@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.core.matmul import matmul
+from kvjax.core.quantized_kernel import as_matrix
 from kvjax.core.types import Array
 
 
@@ -49,11 +50,12 @@ class Linear(nn.Module):
     @nn.compact
     def __call__(self, x: Array) -> Array:
         names, shape, n = tuple(self.axes.split()), tuple(self.shape), self.contract
-        size_in, size_out, lead = math.prod(shape[:n]), math.prod(shape[n:]), x.shape[: x.ndim - n]
+        size_in, lead = math.prod(shape[:n]), x.shape[: x.ndim - n]
         init: Any = nn.with_logical_partitioning(nn.initializers.normal(size_in**-0.5), names)
-        kernel = self.param("kernel", init, shape, self.dtype)
+        # A `QuantizedKernel` may stand there too; Flax compares its codes' shape, the first leaf, with this one.
+        kernel: Any = self.param("kernel", init, shape, self.dtype)
         # As one matrix product: a contraction over several axes makes XLA transpose the kernel each time.
-        y = matmul(x.reshape(-1, size_in), kernel.reshape(size_in, size_out)).reshape(*lead, *shape[n:])
+        y = matmul(x.reshape(-1, size_in), as_matrix(kernel, n)).reshape(*lead, *shape[n:])
         if self.bias:
             zeros: Any = nn.with_logical_partitioning(nn.initializers.zeros, names[n:])
             y = y + jnp.expand_dims(self.param("bias", zeros, shape[n:], self.dtype), range(len(lead)))

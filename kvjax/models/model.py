@@ -16,11 +16,13 @@ from typing import Any, Unpack
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh
 
 from kvjax.core.compile_cache import use_compilation_cache
 from kvjax.core.explicit_axes import leave_explicit_mesh
 from kvjax.core.mesh import auto_mesh, check_divides, is_shared
+from kvjax.core.quantized_kernel import check_weights
 from kvjax.core.random import key_from_seed
 from kvjax.errors import KvjaxError
 from kvjax.models import checkpoint
@@ -29,6 +31,7 @@ from kvjax.models.chat_template import ChatTemplate
 from kvjax.models.config import Config
 from kvjax.models.decoder import init
 from kvjax.models.fingerprint import fingerprint
+from kvjax.models.quantized_params import quantize_params, weights_of
 from kvjax.models.sharding import param_shardings
 from kvjax.models.tokenizer import Tokenizer
 from kvjax.processes import require_agreement
@@ -63,14 +66,22 @@ class Model:
                 check_divides("K", kind.attention.kv_heads, self.mesh, "use a mesh axis that divides kv_heads")
 
     def __repr__(self) -> str:
-        c, num_parameters = self.config, sum(x.size for x in jax.tree.leaves(self.params))
+        flat: dict[str, Any] = flatten_dict(self.params, sep="/")
+        c, num_parameters = self.config, sum(x.size for path, x in flat.items() if not path.endswith("/kernel/scale"))
+        numbers = f"{self.dtype}" if self.weights is None else f"{self.dtype}, kernels in {self.weights}"
         shape = f"{c.layers} layers, width {c.width}, {c.describe_heads()}"
-        return f"Model({self.name or 'no name'}: {num_parameters:,} parameters in {self.dtype}, {shape})"
+        return f"Model({self.name or 'no name'}: {num_parameters:,} parameters in {numbers}, {shape})"
 
     @property
     def dtype(self) -> jnp.dtype:
         """The dtype of the parameters, the activations and the cache."""
         return self.params["embedding"].dtype
+
+    @property
+    def weights(self) -> str | None:
+        """The kind of codes that kernels are held in, "int8" or "int4"; None where they are numbers of `dtype`."""
+        flat: dict[str, Any] = flatten_dict(self.params, sep="/")
+        return weights_of({path: x.dtype for path, x in flat.items()})
 
     @property
     @leaves_callers_mesh
@@ -114,6 +125,31 @@ class Model:
         other = dataclasses.replace(self, config=config)
         vars(other)["_computed_of_params"] = self._computed()
         return other
+
+    def with_weights(self, weights: str) -> Model:
+        """Returns the model with its kernels in codes: 8 bits with a scale by output channel, or 4 by groups of rows.
+
+        Embeddings, norms, biases, sinks and routers stay as they are, and so does `dtype`. Each kernel's codes are
+        made once: this model is not changed. A gradient passes through the maps to their inputs, and not to codes.
+
+        Args:
+          weights: "int8" or "int4"; groups have 128 input rows.
+
+        Raises:
+          KvjaxError: for any other kind, and where the model has the other kind of codes already.
+        """
+        check_weights(weights)
+        if weights is None or self.weights == weights:
+            return self
+        if self.weights is not None:
+            raise KvjaxError(
+                f"this model holds {self.weights} weights, and {weights} cannot be made of them; load it anew, "
+                f"kvjax.load(.., weights={weights!r})"
+            )
+        params = quantize_params(self.params, weights)
+        if self.mesh is not None:
+            params = jax.device_put(params, param_shardings(self.config, self.mesh, weights))
+        return dataclasses.replace(self, params=params)
 
     def text_tokenizer(self) -> Tokenizer:
         """Returns the tokenizer; raises KvjaxError if the checkpoint has none."""
@@ -164,7 +200,12 @@ def _computable(params: Any) -> Any:
 
 @checks_keywords
 def load(
-    path: str | pathlib.Path, *, dtype: Any = None, mesh: Mesh | None = None, max_positions: int | None = None
+    path: str | pathlib.Path,
+    *,
+    dtype: Any = None,
+    mesh: Mesh | None = None,
+    max_positions: int | None = None,
+    weights: str | None = None,
 ) -> Model:
     """Loads a checkpoint directory of `checkpoints_convert`, or a model by name, as `kvjax models` lists them.
 
@@ -179,12 +220,14 @@ def load(
       max_positions: positions of the longest text, at most the model's; None for the model's. A model with LongRoPE has
         one list of factors for texts within its original context and one for longer texts. This number chooses one for
         all calls; with None each call chooses, by the longest text that it asks for.
+      weights: "int8" or "int4" holds kernels in codes, see `Model.with_weights`; None as stored.
 
     Raises:
-      KvjaxError: for an unknown name, for a directory that is missing, foreign, incomplete or damaged, and for
-        processes that share the mesh and load something else.
+      KvjaxError: for an unknown name, for a directory that is missing, foreign, incomplete or damaged, for weights of
+        another kind than it holds, and for processes that share the mesh and load something else.
     """
     use_compilation_cache()
+    check_weights(weights)
     dtype = None if dtype is None else float_type(dtype)
     directory = find_checkpoint(path) if isinstance(path, str) else expand_user(path)
     name = os.fspath(path)
@@ -204,10 +247,16 @@ def load(
     if mesh is not None and is_shared(mesh):
         # Before any computation between processes, in which those with other shapes would wait for good.
         require_agreement(
-            checkpoint=(record.config, record.digests), dtype=dtype, mesh=dict(mesh.shape), positions=max_positions
+            checkpoint=(record.config, record.digests),
+            dtype=dtype,
+            mesh=dict(mesh.shape),
+            positions=max_positions,
+            weights=weights,
         )
-    shardings = None if mesh is None else param_shardings(record.config, mesh)
-    config, params = checkpoint.restore(directory, dtype=dtype, shardings=shardings)
+    shardings = None if mesh is None else param_shardings(record.config, mesh, record.weights)
+    config, params = checkpoint.restore(directory, dtype=dtype, shardings=shardings, weights=weights)
+    if mesh is not None and weights is not None:
+        params = jax.device_put(params, param_shardings(config, mesh, weights))
     if max_positions is not None:
         config = config.with_max_positions(max_positions)
     tokenizer = Tokenizer.from_directory(directory) if (directory / "tokenizer.json").is_file() else None

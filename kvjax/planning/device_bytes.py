@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -20,14 +21,18 @@ from jax.sharding import PartitionSpec
 from kvjax.cache.protocol import KVMethod
 from kvjax.core.mesh import RULES
 from kvjax.generation.inputs import round_up
-from kvjax.models.kinds import AttentionKind, LayerKind
+from kvjax.models.decoder import BLOCK_TOKENS
+from kvjax.models.kinds import LayerKind
+from kvjax.models.quantized_params import count_bits
 from kvjax.models.sharding import abstract_params
 from kvjax.planning.hardware import Hardware
-from kvjax.planning.models import PlannedModel
+from kvjax.planning.models import PlannedModel, bytes_per_weight
 from kvjax.planning.traced_layers import TracedLayer, trace_layers
 from kvjax.utils import arguments
 
 ATTENTION_BLOCK = 512  # queries and keys of a block of `kvjax.core.attention.causal_attention`
+MARGIN = 1.08
+"""Times the bytes of a compiled program that are counted by formula: compilers add copies in other layouts."""
 RESERVED = 0.08
 """Fraction of a device's memory that is left for the runtime, compiled programs and fragments."""
 
@@ -40,10 +45,10 @@ class DeviceBytes:
       weights: parameters.
       cache: the arrays of the cache, all slots.
       workspace: of a decode step: one layer's scores and weights, activations, logits.
-      prefill: besides the weights, at the peak of reading the prompts: exact keys and values, the states that are made
-        of them, activations. Methods whose layers share one budget, and prompts read in chunks, hold the exact keys and
-        values of all layers; others those of one layer at a time.
-      host: of the cache in host memory.
+      prefill: besides the weights, at the peak of reading the prompts: hidden vectors of all tokens, exact keys and
+        values of one layer, activations, the states made so far. Methods that compress no layer before others have read
+        the prompt hold the exact keys and values of all layers, on the device or on the host.
+      host: of the cache in host memory, or of the exact keys and values that wait there.
     """
 
     weights: int
@@ -69,7 +74,9 @@ class Setting:
       dtype: of weights, and of what a method stores exactly.
       room: tokens that each sequence may get after its prompt.
       chunk: tokens of a prompt that are read at a time; None for all at once, or as the method asks.
+      prompt_memory: as `kvjax.prefill` takes it.
       reserved: fraction of a device's memory that programs cannot use.
+      weights: "int8" or "int4" for kernels in codes, None for kernels in `dtype`.
     """
 
     model: PlannedModel
@@ -79,6 +86,8 @@ class Setting:
     room: int = 0
     chunk: int | None = None
     reserved: float = RESERVED
+    prompt_memory: str = "device"
+    weights: str | None = None
 
     @property
     def usable_bytes(self) -> int:
@@ -126,21 +135,22 @@ def count_device_bytes(setting: Setting, method: KVMethod, context: int, batch: 
         chunk=min(setting.chunk or own_chunk or tokens, tokens),
     )
     cache = 4 * share.sequences + _count_caches(layers, "device")  # the cache's own lengths, i32[B]
+    prefill, waiting = count_prefill(layers, share, cache, setting.prompt_memory)
     return DeviceBytes(
-        weights=count_weights(setting.model, setting.dtype, along_heads),
+        weights=count_weights(setting.model, setting.dtype, along_heads, setting.weights),
         cache=cache,
         workspace=count_workspace(layers, share, context + setting.room, setting.model.config.vocab_size),
-        prefill=count_prefill(layers, share, cache, setting.chunk is not None),
-        host=_count_caches(layers, "pinned_host"),  # a host serves the parts of its own devices
+        prefill=prefill,
+        host=max(_count_caches(layers, "pinned_host"), waiting),  # a host serves the parts of its own devices
     )
 
 
 @functools.lru_cache(maxsize=64)
-def count_weights(model: PlannedModel, dtype: str, num_devices: int) -> int:
+def count_weights(model: PlannedModel, dtype: str, num_devices: int, weights: str | None = None) -> int:
     """Counts the bytes of the parameters on one of the devices along the heads."""
     c = model.config
     # Layers of a kind have equal parameters, and tracing all of a large model takes seconds.
-    params = abstract_params(c.with_layers(range(len(c.kinds))), dtype)
+    params = abstract_params(c.with_layers(range(len(c.kinds))), dtype, weights)
     total = 0
 
     def add(path: Any, x: Any, letters: PartitionSpec) -> None:
@@ -148,11 +158,11 @@ def count_weights(model: PlannedModel, dtype: str, num_devices: int) -> int:
         is_divided = any(RULES.get(letter) == RULES["K"] for letter in " ".join(letters).split())
         name = path[0].key
         times = c.pattern.count(int(name.removeprefix("layer_"))) if name.startswith("layer_") else 1
-        total += times * x.size * x.dtype.itemsize // (num_devices if is_divided else 1)
+        total += times * x.size * count_bits(x.dtype) // 8 // (num_devices if is_divided else 1)
 
     jax.tree_util.tree_map_with_path(add, nn.unbox(params), nn.get_partition_spec(params))
     # How a program would divide what kvjax does not run is not known: evenly, as most matrices are.
-    return total + model.other_parameters * arguments.float_type(dtype).itemsize // num_devices
+    return total + int(model.other_parameters * bytes_per_weight(dtype, weights)) // num_devices
 
 
 def _count_caches(layers: Sequence[TracedLayer], memory_kind: str) -> int:
@@ -173,30 +183,52 @@ def count_workspace(layers: Sequence[TracedLayer], share: Share, capacity: int, 
     return tokens * (scores + activations + 4 * vocab_size)
 
 
-def count_prefill(layers: Sequence[TracedLayer], share: Share, cache: int, in_chunks: bool) -> int:
-    """Counts the bytes besides the weights at the peak of reading the prompts.
+def count_prefill(layers: Sequence[TracedLayer], share: Share, cache: int, prompt_memory: str) -> tuple[int, int]:
+    """Counts the bytes besides the weights at the peak of reading the prompts, and those that wait on the host.
 
-    A layer at a time: cache + stream + max(exact prompt + attention, MLP) of the layers that need most. Where the exact
-    prompts of all layers stay until the last is read: their sum, and the most of the activations and of the state that
-    is made of one, whose prompt is dropped then.
+    A layer at a time: the cache, hidden vectors of all tokens, and what a layer makes. A prompt that is read in chunks
+    stands in buffers of its length. Where layers wait for others, the exact prompts of all are held, beside what a
+    layer makes, or its state; if they wait on the host, one is, beside the hidden vectors of the prompts and of their
+    copies while layers run, and beside the cache when the layers are compressed.
 
     Args:
       layers: all different layers.
       share: what the device reads.
       cache: bytes of the finished cache.
-      in_chunks: whether prompts are read in chunks, although the method does not ask for it.
+      prompt_memory: as in `Setting`.
     """
-    # XLA's program of a layer holds its input, the residual stream and its output, 3 B T D, and then what attention or
-    # the MLP makes: the temporary bytes that the compiler reports for a layer of an 8B model, to 4%.
-    stream = 3 * share.sequences * share.chunk * share.width * share.itemsize
-    attention = max(_count_attention(x.kind.attention, share) for x in layers)
-    mlp = max(_count_mlp(x.kind, share) for x in layers)
+
+    def peak(held: int, made: int) -> int:
+        return held + int(MARGIN * made)
+
     exact = [_count_exact_prompt(x, share) if x.has_cache else 0 for x in layers]
-    if in_chunks or any(x.needs.global_budget or x.needs.replay or x.needs.paired_layer for x in layers):
-        largest_state = max(x.device_bytes()["device"] if x.has_cache else 0 for x in layers)
-        all_prompts = sum(x.count * size for x, size in zip(layers, exact, strict=True))
-        return max(all_prompts + max(stream + max(attention, mlp), largest_state), cache)
-    return cache + stream + max(max(exact) + attention, mlp)
+    attention, mlp = (max(f(x, share) for x in layers) for f in (_count_attention, _count_mlp))
+    run = max(attention, mlp)
+    # A program that compresses a prompt and does not run its layer cannot free the keys and values that it is given.
+    making = max(x.making + x.device_bytes()["device"] if x.has_cache else 0 for x in layers)
+    hidden, chunk_hidden = _count_hidden(layers, share, share.tokens), _count_hidden(layers, share, share.chunk)
+    is_replayed = any(x.needs.replay for x in layers)
+    if is_replayed or any(x.needs.global_budget or x.needs.paired_layer for x in layers):
+        all_exact, copies = sum(x.count * size for x, size in zip(layers, exact, strict=True)), hidden * is_replayed
+        if prompt_memory == "device":
+            return max(peak(all_exact + max(chunk_hidden, copies), run), peak(all_exact, making), cache), 0
+        return max(peak(hidden + copies + max(exact), run), peak(cache + max(exact), making)), all_exact
+    if any(x.needs.prompt_chunk for x in layers):
+        return peak(cache + chunk_hidden, run), 0
+    if share.chunk < share.tokens:
+        return peak(cache + hidden + max(exact), max(run, making)), 0
+    # What is copied to the host stands until the layer's program ends.
+    making, copied = (
+        max(f(x) if x.has_cache else 0 for x in layers)
+        for f in (operator.attrgetter("making_in_place"), lambda x: x.device_bytes()["pinned_host"])
+    )
+    return peak(cache + hidden, max(attention + making, mlp + copied)), 0
+
+
+def _count_hidden(layers: Sequence[TracedLayer], share: Share, num_tokens: int) -> int:
+    """Counts the hidden vectors, B T D numbers, and the angles of RoPE, B T R float32 for each of its widths R."""
+    widths = {x.kind.attention.rope.dim for x in layers if x.kind.attention.rope is not None}
+    return share.sequences * num_tokens * (share.width * share.itemsize + 4 * sum(widths))
 
 
 def _count_exact_prompt(layer: TracedLayer, share: Share) -> int:
@@ -215,21 +247,41 @@ def _count_exact_prompt(layer: TracedLayer, share: Share) -> int:
     return share.sequences * numbers * share.itemsize // share.num_devices + replay_scores + hidden
 
 
-def _count_attention(a: AttentionKind, share: Share) -> int:
-    """Counts what attention makes: queries, keys and the result of all N heads, and one block in float32.
+def _count_attention(layer: TracedLayer, share: Share) -> int:
+    """Counts what the attention of a layer makes of the tokens that are read at once.
 
-    B T N (2 H + V) numbers, and B N Q (2 S + H + V) float32 for a block of Q queries and S keys: its scores and
-    weights, its queries and its result.
+    First the normed input and queries, B T (D + N H) numbers, then queries and results, B T N (H + V), and for a block
+    of Q queries and S keys B N Q (2 S + H + 2 V) and B K S (H + V) float32: its scores and weights, its queries, its
+    result before and after it, keys and values. Keys and values of a chunk stand beside those of the prompt.
     """
+    a = layer.kind.attention
     queries, keys = min(ATTENTION_BLOCK, share.chunk), min(ATTENTION_BLOCK, share.tokens)
-    block = 4 * a.heads // share.num_devices * queries * (2 * keys + a.head_dim + a.value_dim)
-    numbers = share.chunk * a.heads * (2 * a.head_dim + a.value_dim)
-    return share.sequences * (numbers * share.itemsize // share.num_devices + block)
+    block = a.heads * queries * (2 * keys + a.head_dim + 2 * a.value_dim) + a.kv_heads * keys * (
+        a.head_dim + a.value_dim
+    )
+    block = 4 * block // share.num_devices
+    own_heads = a.heads * a.head_dim // share.num_devices
+    widest = own_heads + max(share.width, a.heads * a.value_dim // share.num_devices)
+    if share.chunk < share.tokens:
+        widest += a.kv_heads * (a.head_dim + a.value_dim) // share.num_devices
+    return share.sequences * (share.chunk * widest * share.itemsize + block)
 
 
-def _count_mlp(kind: LayerKind, share: Share) -> int:
-    """Counts what an MLP makes: gate, values and their product, 3 B T F numbers."""
-    return share.sequences * 3 * share.chunk * _active_mlp_width(kind) * share.itemsize // share.num_devices
+def _count_mlp(layer: TracedLayer, share: Share) -> int:
+    """Counts what the MLP of a layer makes of a block of tokens.
+
+    For each token its normed input, D numbers, and gate, values and their product, F each. Experts take a row for each
+    token and chosen expert and pad those of each expert, to twice as many at most: D and 8 F for each row, since gate
+    and values are loops whose results stand twice. A shared expert makes what an MLP does beside 6 F for each row.
+    """
+    kind, experts, width = layer.kind.mlp, layer.kind.mlp.experts, share.width
+    if experts is None:
+        numbers = width + 3 * kind.width // share.num_devices
+    else:
+        inner, shared = (n // share.num_devices for n in (experts.top_k * kind.width, experts.shared_width))
+        numbers = width + experts.top_k * width + max(8 * inner, 6 * inner + 3 * shared)
+    tokens = share.chunk if share.chunk < 2 * BLOCK_TOKENS else BLOCK_TOKENS
+    return share.sequences * tokens * numbers * share.itemsize
 
 
 def _active_mlp_width(kind: LayerKind) -> int:

@@ -39,8 +39,8 @@ class Hardware:
 PCIE4, PCIE5 = 32 * GB, 64 * GB  # x16, one direction; data sheets state both together
 
 _TPU_LINK = (
-    "host link: Google states none, 16 GB/s (v6e: 32) as in How To Scale Your Model, chapter 2, jax-ml.github.io/"
-    "scaling-book"
+    "host link: Google states none, 16 GB/s (v6e and v7x: 32) as in How To Scale Your Model, chapter 2, "
+    "jax-ml.github.io/scaling-book"
 )
 _ENTRIES = (
     Hardware(
@@ -72,8 +72,28 @@ _ENTRIES = (
         "NVIDIA L4 data sheet (PCIe 64 GB/s both directions); host: Google Cloud g2-standard-96, 384 GB for 8",
     ),
     Hardware(
+        *("l40s", 48 * GIB, 864 * GB, PCIE4, 128 * GIB),
+        "NVIDIA L40S data sheet (PCIe 4.0 x16); host: a server with 1 TB for 8",
+    ),
+    Hardware(
+        *("rtx-a6000", 48 * GIB, 768 * GB, PCIE4, 128 * GIB),
+        "NVIDIA RTX A6000 data sheet (PCIe 4.0 x16); host: a workstation with 128 GB",
+    ),
+    Hardware(
+        *("rtx-3090", 24 * GIB, 936 * GB, PCIE4, 64 * GIB),
+        "NVIDIA Ampere GA102 GPU architecture white paper (PCIe 4.0 x16); host: a desktop computer with 64 GB",
+    ),
+    Hardware(
         *("rtx-4090", 24 * GIB, 1_008 * GB, PCIE4, 64 * GIB),
         "NVIDIA Ada GPU architecture white paper, appendix A (PCIe 4.0 x16); host: a desktop computer with 64 GB",
+    ),
+    Hardware(
+        *("rtx-5090", 32 * GIB, 1_792 * GB, PCIE5, 64 * GIB),
+        "NVIDIA RTX Blackwell GPU architecture white paper (PCIe 5.0 x16); host: a desktop computer with 64 GB",
+    ),
+    Hardware(
+        *("mi300x", 192 * GIB, 5_300 * GB, PCIE5, 256 * GIB),
+        "AMD Instinct MI300X data sheet (HBM3, PCIe 5.0 x16); host: a server with 2 TB for 8",
     ),
     Hardware(
         *("v5e", 16 * GIB, 819 * GB, 16 * GB, 48 * GIB),
@@ -86,6 +106,11 @@ _ENTRIES = (
     Hardware(
         *("v6e", 32 * GIB, 1_638 * GB, 32 * GB, 180 * GIB),
         f"cloud.google.com/tpu/docs/v6e; host: ct6e-standard-8t, 1,440 GB for 8; {_TPU_LINK}",
+    ),
+    Hardware(
+        *("v7x", 96 * GIB, 3_690 * GB, 32 * GB, 112 * GIB),
+        "cloud.google.com/tpu/docs/tpu7x (a chip has 192 GiB and 7,380 GB/s, and is two devices); host: "
+        f"tpu7x-standard-4t, 960 GB for 8 devices; {_TPU_LINK}",
     ),
 )
 CATALOGUE: dict[str, Hardware] = {entry.name: entry for entry in _ENTRIES}

@@ -19,6 +19,7 @@ from checkpoints_convert.families import FAMILIES
 from checkpoints_convert.hf_config import is_integer, is_number
 from checkpoints_convert.source import Directory
 from kvjax.core.attention import Rule
+from kvjax.core.quantized_kernel import GROUP_ROWS
 from kvjax.core.rope import Rope, RopeScaling, yarn_scaling
 from kvjax.errors import KvjaxError
 from kvjax.models import checkpoint
@@ -26,6 +27,7 @@ from kvjax.models.checkpoint import parameter_axes, parameter_shapes
 from kvjax.models.config import Config
 from kvjax.models.kinds import AttentionKind, Experts, LayerKind, MlpKind
 from kvjax.models.model import find_checkpoint
+from kvjax.models.quantized_params import is_codes
 from kvjax.planning import cached_layers
 from kvjax.utils import arguments
 from kvjax.utils.files import expand_user, parse_json_object, read_text_file
@@ -85,15 +87,38 @@ class PlannedModel:
     @functools.cached_property
     def active_parameters(self) -> int:
         """The parameters that one token's forward pass reads, but for the rows of the embedding that it does not."""
-        c = self.config
-        looked_up = 0 if c.tie_embeddings else (c.vocab_size - 1) * c.width
-        idle, axes = self.other_idle, parameter_axes(c)
-        for path, shape in parameter_shapes(c).items():
-            if axes[path][0] == "E":
+        return sum(self._active_sizes().values()) + self.other_parameters - self.other_idle
+
+    def active_bytes(self, dtype: str, weights: str | None = None) -> float:
+        """Their bytes in a dtype, with kernels in codes of the kind `weights`."""
+        itemsize, of_codes = arguments.float_type(dtype).itemsize, 0 if weights is None else CODE_BYTES[weights]
+        own = (n * (of_codes if is_codes(path) else itemsize) for path, n in self._active_sizes(weights).items())
+        return sum(own) + (self.other_parameters - self.other_idle) * bytes_per_weight(dtype, weights)
+
+    def _active_sizes(self, weights: str | None = None) -> dict[str, int]:
+        """Returns how many numbers of each parameter one token's forward pass reads."""
+        c, axes, sizes = self.config, parameter_axes(self.config, weights), {}
+        for path, shape in parameter_shapes(c, weights).items():
+            count = shape[0] if shape else 1
+            if path == "embedding" and not c.tie_embeddings:
+                count = 1
+            elif axes[path][0] == "E":
                 experts = c.kind(int(path.split("/")[0].removeprefix("layer_"))).mlp.experts
                 assert experts is not None
-                idle += (experts.count - experts.top_k) * math.prod(shape[1:])
-        return self.parameters - looked_up - idle
+                count = experts.top_k
+            sizes[path] = count * math.prod(shape[1:])
+        return sizes
+
+
+CODE_BYTES = {"int8": 1.0, "int4": 0.5}
+
+
+def bytes_per_weight(dtype: str, weights: str | None) -> float:
+    """Returns the bytes of a weight of which no more is known: a code with its share of a scale, or a number."""
+    itemsize = arguments.float_type(dtype).itemsize
+    if weights is None:
+        return itemsize
+    return CODE_BYTES[weights] + (itemsize / GROUP_ROWS if weights == "int4" else 0)
 
 
 def _llama(layers: int, width: int, heads: int, mlp_width: int) -> Config:

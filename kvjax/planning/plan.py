@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh
 
 from kvjax.cache.protocol import KVMethod
 from kvjax.core.mesh import RULES, check_divides
+from kvjax.core.quantized_kernel import check_weights
 from kvjax.errors import KvjaxError
 from kvjax.models.sharding import divided_sizes
 from kvjax.planning.device_bytes import RESERVED, DeviceBytes, Setting, count_device_bytes
@@ -86,7 +87,9 @@ def plan(
     room: int = 0,
     chunk: int | None = None,
     reserved: float = RESERVED,
+    prompt_memory: str = "device",
     limits: bool = True,
+    weights: str | None = None,
 ) -> list[PlanRow]:
     """Plans a model under each method at each context.
 
@@ -101,7 +104,9 @@ def plan(
       room: tokens that each sequence may get after its prompt.
       chunk: tokens of a prompt that are read at a time; None for all at once, or as the method asks.
       reserved: fraction of a device's memory that programs cannot use.
+      prompt_memory: as `kvjax.prefill` takes it.
       limits: whether to look for the largest batch and context; without, their fields are None.
+      weights: "int8" or "int4" for kernels in codes, as `kvjax.load` holds them; None for kernels in `dtype`.
 
     Returns:
       A row for each method and context, the contexts of one method together. A method that cannot serve the model has
@@ -117,6 +122,7 @@ def plan(
         arguments.integer(name, value, 1, MAX_SEQUENCES)
     arguments.integer("room", room, 0, model.config.max_positions)
     arguments.number("reserved", reserved, 0.0, 0.99)
+    check_weights(weights)
     if chunk is not None:
         arguments.integer("chunk", chunk)
     for context in contexts:
@@ -127,7 +133,10 @@ def plan(
                 f"{model.config.max_positions:,} positions of {model.name}; plan for fewer tokens, or for a checkpoint "
                 "with RoPE scaling: a config.json whose max_position_embeddings says how far it was extended"
             )
-    setting = Setting(model, hardware, mesh, arguments.float_type(dtype).name, room, chunk, reserved)
+    if prompt_memory not in ("device", "host"):
+        raise KvjaxError(f'prompt_memory must be "device" or "host", got {prompt_memory!r:.80}')
+    dtype = arguments.float_type(dtype).name
+    setting = Setting(model, hardware, mesh, dtype, room, chunk, reserved, prompt_memory, weights)
     check_mesh(setting, batch)
     return [plan_method(setting, method, context, batch, limits) for method in methods for context in contexts]
 
@@ -176,7 +185,7 @@ def bound_tokens_per_second(setting: Setting, method: KVMethod, context: int, ba
         device, link = layer.read_bytes()
         cache += layer.count * device
         copied += layer.count * link
-    weights = setting.model.active_parameters * setting.itemsize / setting.mesh[1]
+    weights = setting.model.active_bytes(setting.dtype, setting.weights) / setting.mesh[1]
     hardware = setting.hardware
     return batch / max((weights + cache) / hardware.memory_bandwidth, copied / hardware.host_link)
 

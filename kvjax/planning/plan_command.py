@@ -49,12 +49,12 @@ def run(args: argparse.Namespace) -> None:
         check_output(args.plot)
     hardware = replace_figures(find_hardware(args.hardware), args)
     options: dict[str, Any] = {"batch": args.batch, "mesh": mesh, "hardware": hardware, "dtype": args.dtype}
-    options |= {"room": args.room, "chunk": args.chunk}
+    options |= {"room": args.room, "chunk": args.chunk, "prompt_memory": args.prompt_memory, "weights": args.weights}
     plans = plan(model, list(methods), contexts, **options)
     notes = write_notes(model, plans, options)
     if args.json:
         about = {"model": dataclasses.asdict(model) | {"parameters": model.parameters}, "mesh": mesh}
-        about |= {"hardware": dataclasses.asdict(hardware), "dtype": args.dtype}
+        about |= {"hardware": dataclasses.asdict(hardware), "dtype": args.dtype, "weights": args.weights}
         print(json.dumps(about | {"plans": [p.to_json() for p in plans], "notes": notes}, indent=2))
     else:
         console = Console(highlight=False, width=max(Console().width, TABLE_COLUMNS))
@@ -157,9 +157,13 @@ def write_notes(model: PlannedModel, plans: Sequence[PlanRow], options: Mapping[
         num_fitting = sum(p.fits for p in own)
         answer = "" if num_fitting else describe_nearest(model, own, options)
         notes.append(f"{context:,} tokens: {num_fitting} of {display.count(len(own), 'method')} fit{answer}")
+        if num_fitting and (helped := find_fitting_weights(model, own, options)):
+            weights, names = helped
+            notes.append(f"{context:,} tokens: {', '.join(names)} would fit with --weights {weights}")
+    kernels = "" if options["weights"] is None else f" with kernels in {options['weights']}"
     active = "" if not model.has_experts else f", {model.active_parameters / 1e9:.1f}B of them for each token"
     notes += [
-        f"{model.name}: {model.parameters / 1e9:.2f}B parameters{active}, in {dtype}; "
+        f"{model.name}: {model.parameters / 1e9:.2f}B parameters{active}, in {dtype}{kernels}; "
         f"{c.layers + model.other_layers} layers, {c.describe_heads()}, {c.max_positions:,} positions ({model.source})",
         *model.notes,
         f"{h.name}: {h.memory_bytes / 1e9:.1f} GB, of which programs use {1 - RESERVED:.0%}, "
@@ -169,7 +173,7 @@ def write_notes(model: PlannedModel, plans: Sequence[PlanRow], options: Mapping[
         + ("Weights and caches are" if model.has_exact_weights else "Caches are")
         + " counted exactly, with all slots; the work of a step and of reading the prompt by formula. A prompt is read "
         + ("all at once" if chunk is None else f"{chunk:,} tokens at a time")
-        + ", beside the weights: exact keys and values, states, activations.",
+        + ", a layer after the other; beside the weights: hidden vectors, exact keys and values, states, activations.",
         "No program decodes more than at most tok/s, all sequences of the batch together: a step must read the weights "
         "of a token and the cache from a device's memory, at its bandwidth, and copy what it needs from the host over "
         "the link. Real programs are slower.",
@@ -177,24 +181,46 @@ def write_notes(model: PlannedModel, plans: Sequence[PlanRow], options: Mapping[
     notes += [f"{p.method} is refused: {p.refusal}" for p in plans if p.refusal]
     for limit in ("host memory", "reading the prompt"):
         limited = [p for p in plans if p.batch_limit == limit]
-        helped = limited if limit == "host memory" else [p for p in limited if is_helped_by_chunks(model, p, options)]
-        remedy = "--host-gb plans for a host with more"
-        if limit != "host memory":
-            remedy = f"{OTHER_CHUNK} reads it in parts, with fewer activations; all layers' exact keys are counted"
-            if chunk is not None:
-                remedy = "without --chunk one layer's exact keys and values are held at a time"
-        others = [p for p in limited if p not in helped]
-        for some, what in ((helped, f": {remedy}"), (others, ", with --chunk and without")):
-            if names := ", ".join(dict.fromkeys(p.method for p in some)):
-                notes.append(f"{limit[0].upper()}{limit[1:]} sets the largest batch of {names}{what}")
+        by_remedy: dict[str, list[str]] = {}
+        for p in limited:
+            remedy = (
+                "--host-gb plans for a host with more" if limit == "host memory" else find_remedy(model, p, options)
+            )
+            by_remedy.setdefault(remedy, []).append(p.method)
+        for remedy, names in by_remedy.items():
+            what = f"{limit[0].upper()}{limit[1:]} sets the largest batch of {', '.join(dict.fromkeys(names))}"
+            notes.append(f"{what}: {remedy}" if remedy else what)
     return notes
 
 
-def is_helped_by_chunks(model: PlannedModel, p: PlanRow, options: Mapping[str, Any]) -> bool:
-    """Whether more sequences fit where the prompt is read in chunks, or at once if it is read in chunks now."""
-    chunk = OTHER_CHUNK_TOKENS if options["chunk"] is None else None
-    other = plan(model, [p.method], [p.context], **{**options, "chunk": chunk})[0]
-    return (other.largest_batch or 0) > (p.largest_batch or 0)
+REMEDIES: Mapping[str, tuple[str, Any, str]] = {
+    OTHER_CHUNK: ("chunk", OTHER_CHUNK_TOKENS, "reads it in parts, with the activations of one part"),
+    "--prompt-memory host": ("prompt_memory", "host", "holds on the host what waits for other layers"),
+}
+"""Options that take less to read a prompt: the word on the command line -> (option of `plan`, value, what it does)."""
+
+
+def find_remedy(model: PlannedModel, p: PlanRow, options: Mapping[str, Any]) -> str:
+    """Returns the options that let more sequences be read at this context, each tried by itself; "" for none."""
+    remedies = []
+    for flag, (name, value, what) in REMEDIES.items():
+        other = plan(model, [p.method], [p.context], **{**options, name: value})[0]
+        if (other.largest_batch or 0) > (p.largest_batch or 0):
+            remedies.append(f"{flag} {what}")
+    return ", and ".join(remedies)
+
+
+def find_fitting_weights(
+    model: PlannedModel, plans: Sequence[PlanRow], options: Mapping[str, Any]
+) -> tuple[str, list[str]] | None:
+    """Finds the kind of codes with most bits with which further methods fit, and their names; all is tried."""
+    lacking = [p for p in plans if not p.fits and p.device_bytes is not None]
+    for weights in ("int8", "int4") if options["weights"] is None and lacking else ():
+        names, context = [p.method for p in lacking], lacking[0].context
+        others = plan(model, names, [context], **{**options, "weights": weights}, limits=False)
+        if fitting := [p.method for p in others if p.fits]:
+            return weights, fitting
+    return None
 
 
 def describe_nearest(model: PlannedModel, plans: Sequence[PlanRow], options: Mapping[str, Any]) -> str:
@@ -217,10 +243,14 @@ def describe_nearest(model: PlannedModel, plans: Sequence[PlanRow], options: Map
     remedies = []
     if nearest.largest_batch:
         remedies.append(f"--batch {nearest.largest_batch}")
-    if options["chunk"] is None and fits(chunk=OTHER_CHUNK_TOKENS):
-        remedies.append(OTHER_CHUNK)
-    elif options["chunk"] is not None and fits(chunk=None):
-        remedies.append("no --chunk")
+    smaller = ("int8", "int4") if options["weights"] is None else ()
+    if kind := next((kind for kind in smaller if fits(weights=kind)), None):
+        remedies.append(f"--weights {kind}")
+    choices = {flag: {name: value} for flag, (name, value, _) in REMEDIES.items() if options[name] != value}
+    helpful = [flag for flag, changes in choices.items() if fits(**changes)]
+    if not helpful and fits(**{name: value for changes in choices.values() for name, value in changes.items()}):
+        helpful = [" ".join(choices)]
+    remedies += helpful
     sizes = {size for letter, size in divided_sizes(model.config) if letter in "KFV"}
     meshes = [n for n in range(heads + 1, math.gcd(*sizes) + 1) if math.gcd(*sizes) % n == 0]
     if n := next((n for n in meshes if fits(mesh=(data, n))), None):

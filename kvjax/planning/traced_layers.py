@@ -17,9 +17,10 @@ from kvjax.core.step_bytes import StepBytes
 from kvjax.engine.layer_prompt import LayerCall
 from kvjax.engine.plan import bind
 from kvjax.generation.inputs import round_up
-from kvjax.generation.memory_plan import count_layers, count_step_bytes, trace_state_read
+from kvjax.generation.memory_plan import count_layers, count_step_bytes, trace_prefill, trace_state_read
 from kvjax.models.config import Config
 from kvjax.models.kinds import LayerKind
+from kvjax.planning.live_bytes import count_live_bytes
 from kvjax.utils import arguments
 
 MAX_TRACED_LAYERS = 6
@@ -37,6 +38,10 @@ class TracedLayer(NamedTuple):
     # reads another layer's cache, those of that cache
     arrays: Mapping[tuple[str, tuple[int, int], str, int], int]
     step: StepBytes
+    # bytes of one device at the peak of making the state from keys and values, without the state; and with those keys
+    # and values, where they are freed as soon as they have been read
+    making: int
+    making_in_place: int
 
     @property
     def has_cache(self) -> bool:
@@ -86,8 +91,12 @@ def trace_layers(
             axes = axes_of_layer_array(x.shape, batch, kv_heads).split() if mesh != (1, 1) else ()
             parts = (mesh[0] if "B" in axes else 1, mesh[1] if "K" in axes else 1)
             arrays[memory.memory_kind(x), parts, x.dtype.name, len(x.shape)] += x.size * x.dtype.itemsize
-        step = count_step_bytes(call.layer, state)
-        return TracedLayer(call.layer.needs, call.kind, counts[call], call.num_slots, arrays, step)
+        step, making = count_step_bytes(call.layer, state), (0, 0)
+        if call.kind.attention.reads_layer is None:
+            traced, _ = trace_prefill(call, config, min(width, capacity), batch, arguments.float_type(dtype))
+            # Keys and values come first.
+            making = tuple(count_live_bytes(traced.jaxpr, n) // (mesh[0] * mesh[1]) for n in (0, 2))
+        return TracedLayer(call.layer.needs, call.kind, counts[call], call.num_slots, arrays, step, *making)
 
     found = {}
     for kind in dict.fromkeys(call.kind for call in counts):
@@ -96,7 +105,8 @@ def trace_layers(
         # PyramidKV gives each layer slots of its own, and tracing all takes seconds: where four layers lie on one line
         # in every number, the others do.
         are_on_line = last >= MAX_TRACED_LAYERS and all(
-            interpolate(low, high, x.slots, x.count) == x
+            (line := interpolate(low, high, x.slots, x.count)) is not None
+            and line == x._replace(making=line.making, making_in_place=line.making_in_place)
             for x in (trace(ordered[i]) for i in (last // 3, 2 * last // 3))
         )
         for call in ordered:
@@ -121,4 +131,5 @@ def interpolate(low: TracedLayer, high: TracedLayer, slots: int, count: int) -> 
         step = StepBytes(*map(at_slots, dataclasses.astuple(low.step), dataclasses.astuple(high.step)))
     except ValueError:
         return None
-    return TracedLayer(low.needs, low.kind, count, slots, arrays, step)
+    making = max(low.making, high.making), max(low.making_in_place, high.making_in_place)
+    return TracedLayer(low.needs, low.kind, count, slots, arrays, step, *making)

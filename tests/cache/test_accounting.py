@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 
 import jax
@@ -17,7 +18,6 @@ from kvjax.errors import KvjaxWarning
 from kvjax.generation import user_warnings
 from kvjax.testing import toy_model
 
-MODEL = toy_model(layers=2, head_dim=16)
 PROMPTS = [[1 + (i * i + 3 * i) % 50 for i in range(n)] for n in (70, 41)]
 METHODS = (
     "full",
@@ -41,8 +41,13 @@ PLANNED_AS_AN_UPPER_BOUND = (
 )
 
 
-def prefill_bytes(prompts, method: str, capacity: int, model=MODEL) -> CacheBytes:
-    return kvjax.state_bytes(kvjax.prefill(model, prompts, method, capacity=capacity)[1])
+@functools.cache
+def make_model() -> kvjax.Model:
+    return toy_model(layers=2, head_dim=16)
+
+
+def prefill_bytes(prompts, method: str, capacity: int, model: kvjax.Model | None = None) -> CacheBytes:
+    return kvjax.state_bytes(kvjax.prefill(model or make_model(), prompts, method, capacity=capacity)[1])
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -52,7 +57,7 @@ def test_held_bytes_do_not_depend_on_the_room_and_are_the_planned_ones(method):
     if not kvjax.parse(method).traits.constant:
         assert sum(roomy.reserved.values()) > sum(tight.reserved.values())
     for measured, capacity in ((tight, 128), (roomy, 256)):
-        planned = kvjax.planned_bytes(method, MODEL, 70, capacity=capacity)
+        planned = kvjax.planned_bytes(method, make_model(), 70, capacity=capacity)
         assert planned == measured
 
 
@@ -60,7 +65,7 @@ def test_held_bytes_do_not_depend_on_the_room_and_are_the_planned_ones(method):
 @pytest.mark.parametrize("length", [70, 41])
 def test_a_plan_is_never_below_what_is_held(method, length):
     measured = prefill_bytes([PROMPTS[0][:length]], method, 128)
-    planned = kvjax.planned_bytes(method, MODEL, length, capacity=128)
+    planned = kvjax.planned_bytes(method, make_model(), length, capacity=128)
     for kind in ("device", "pinned_host"):
         assert planned.held[kind] >= measured.held[kind]
         assert planned.total[kind] >= measured.total[kind]
@@ -71,13 +76,13 @@ def test_each_sequence_counts_as_if_it_were_alone(method):
     together = prefill_bytes(PROMPTS, method, 128)
     first, second = (prefill_bytes([prompt], method, 128) for prompt in PROMPTS)
     assert together.held == (first + second).held and together.full == first.full + second.full
-    assert together.total == array_bytes(kvjax.prefill(MODEL, PROMPTS, method, capacity=128)[1])
+    assert together.total == array_bytes(kvjax.prefill(make_model(), PROMPTS, method, capacity=128)[1])
 
 
 def test_the_exact_cache_by_hand():
-    c = MODEL.config
+    c = make_model().config
     a = c.kind(0).attention
-    for model, itemsize in ((MODEL, 4), (kvjax.random_model(MODEL.config, dtype="bfloat16"), 2)):
+    for model, itemsize in ((make_model(), 4), (kvjax.random_model(make_model().config, dtype="bfloat16"), 2)):
         measured = prefill_bytes(PROMPTS, "full", 128, model)
         tokens = sum(map(len, PROMPTS))
         token_bytes = 2 * a.kv_heads * a.head_dim * itemsize  # in one layer
@@ -97,11 +102,11 @@ def test_a_layer_with_a_window_is_compared_with_the_tokens_of_its_window():
 
 @pytest.mark.parametrize("method", ["full", "snapkv:budget=16,window=4", "h2o:heavy=8,recent=8"])
 def test_decoded_tokens_are_held_and_no_longer_reserved(method):
-    _, cache = kvjax.prefill(MODEL, PROMPTS[:1], method, capacity=128)
-    _, next_cache = kvjax.extend(MODEL, [[5, 6, 7]], cache)
+    _, cache = kvjax.prefill(make_model(), PROMPTS[:1], method, capacity=128)
+    _, next_cache = kvjax.extend(make_model(), [[5, 6, 7]], cache)
     before, now = kvjax.state_bytes(cache), kvjax.state_bytes(next_cache)
     assert before.total == now.total
-    c = MODEL.config
+    c = make_model().config
     a = c.kind(0).attention
     heads = 1 if method == "full" else a.kv_heads  # under a selection each head has its own tokens
     token_bytes = c.layers * (2 * a.kv_heads * a.head_dim * 4 + 4 * heads)
@@ -111,10 +116,10 @@ def test_decoded_tokens_are_held_and_no_longer_reserved(method):
 
 
 def test_a_prefix_that_sequences_share_is_held_once():
-    shared = kvjax.read(MODEL, PROMPTS[:1], "full", headroom=0).extend_prefix([[1, 2, 3]] * 4, headroom=8)
+    shared = kvjax.read(make_model(), PROMPTS[:1], "full", headroom=0).extend_prefix([[1, 2, 3]] * 4, headroom=8)
     measured = shared.bytes
     alone = prefill_bytes(PROMPTS[:1], "full", 128)
-    assert measured.full == full_bytes(MODEL.config, [73] * 4, "float32")
+    assert measured.full == full_bytes(make_model().config, [73] * 4, "float32")
     assert alone.held["device"] < measured.held["device"] < 0.4 * measured.full
 
 
@@ -133,14 +138,14 @@ def test_bytes_say_what_is_held_first_and_add_up():
 
 def test_a_configuration_alone_is_asked_for_its_dtype():
     with pytest.raises(KvjaxError, match="say in which dtype keys and values are held, as in dtype='bfloat16'"):
-        kvjax.planned_bytes("full", MODEL.config, 9)
-    half = kvjax.planned_bytes("full", MODEL.config, 9, dtype="bfloat16")
-    assert half.dtype == "bfloat16" and half == kvjax.planned_bytes("full", MODEL, 9, dtype="bfloat16")
-    assert half.full < kvjax.planned_bytes("full", MODEL, 9).full
+        kvjax.planned_bytes("full", make_model().config, 9)
+    half = kvjax.planned_bytes("full", make_model().config, 9, dtype="bfloat16")
+    assert half.dtype == "bfloat16" and half == kvjax.planned_bytes("full", make_model(), 9, dtype="bfloat16")
+    assert half.full < kvjax.planned_bytes("full", make_model(), 9).full
 
 
 def test_a_cache_that_was_used_up_has_no_bytes():
-    context = kvjax.read(MODEL, PROMPTS[:1], "full")
+    context = kvjax.read(make_model(), PROMPTS[:1], "full")
     context.start(max_new_tokens=4, donate=True).finish(4)
     with pytest.raises(KvjaxError, match="used up"):
         kvjax.state_bytes(context.cache)
@@ -152,15 +157,15 @@ def test_a_method_that_saves_nothing_says_so_once(monkeypatch):
     with pytest.warns(
         KvjaxWarning, match="^snapkv:budget=256 saves nothing on this prompt: .* a longer prompt"
     ) as warned:
-        kvjax.generate(MODEL, short, "snapkv:budget=256", max_new_tokens=2)
+        kvjax.generate(make_model(), short, "snapkv:budget=256", max_new_tokens=2)
     assert len(warned) == 1 and "\n" not in str(warned[0].message)
     assert warned[0].filename == __file__  # the line that called kvjax
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        kvjax.read(MODEL, short, "snapkv:budget=256")  # the warning came before
-        kvjax.read(MODEL, short, "full")
-        kvjax.read(MODEL, short, "offload")  # saves on the device
-        kvjax.read(MODEL, PROMPTS[:1], "snapkv:budget=16,window=4 + int4")
+        kvjax.read(make_model(), short, "snapkv:budget=256")  # the warning came before
+        kvjax.read(make_model(), short, "full")
+        kvjax.read(make_model(), short, "offload")  # saves on the device
+        kvjax.read(make_model(), PROMPTS[:1], "snapkv:budget=16,window=4 + int4")
 
 
 def test_a_layer_that_does_not_tell_counts_all_its_arrays_as_held():
@@ -173,7 +178,7 @@ def test_a_layer_that_does_not_tell_counts_all_its_arrays_as_held():
                 raise AttributeError(name)
             return getattr(self.inner, name)
 
-    _, cache = kvjax.prefill(MODEL, PROMPTS[:1], "full", capacity=128)
+    _, cache = kvjax.prefill(make_model(), PROMPTS[:1], "full", capacity=128)
     silent = dataclasses.replace(cache, plan=tuple(map(Silent, cache.plan)))
     measured = kvjax.state_bytes(silent)
     assert measured.held == array_bytes(cache) and not any(measured.reserved.values())

@@ -75,6 +75,16 @@ def per_token_bytes(shape: LayerShape, bits: int) -> StateBytes:
     )
 
 
+def block_bytes(k_block: int, v_block: int) -> BytesFormula:
+    """Blocks of 32 channels; of keys each takes `k_block` bytes, of values `v_block`."""
+
+    def count(shape: LayerShape) -> StateBytes:
+        num_blocks = shape.B * shape.K * shape.S * shape.H // 32
+        return StateBytes(num_blocks * (k_block + v_block) + shape.position_bytes(shape.S) + shape.count_bytes())
+
+    return count
+
+
 def int8_bytes(shape: LayerShape) -> StateBytes:
     return per_token_bytes(shape, 8)
 
@@ -398,6 +408,8 @@ CASES = (
     MethodCase(
         "gear", "gear:bits=2,rank=2,later=1,share=0.25,every=3", "gear:bits=8,rank=32,later=32,every=3", gear_bytes
     ),
+    MethodCase("ggml", "ggml:block=16", "", block_bytes(36, 36)),
+    MethodCase("ggml", "ggml:k=q5_1,v=iq4_nl", "", block_bytes(24, 18), variant="5 and 4 bits"),
     MethodCase("h2o", "h2o:heavy=3,recent=2", "h2o:heavy=90,recent=10", constant_bytes(6, policy_bytes=4)),
     MethodCase(
         "h2o",
@@ -498,6 +510,8 @@ CASES = (
     MethodCase("mikv", "mikv:share=0.6", "mikv:share=0", mikv_bytes),
     # The battery's model has a single layer, which is half of no pair; see tests/oracles/test_minicache.py.
     MethodCase("minicache", "minicache", "minicache", full_bytes),
+    MethodCase("mxfp4", "mxfp4:block=16,rotate=true", "", block_bytes(18, 18)),
+    MethodCase("nvfp4", "nvfp4", "", block_bytes(18, 18)),
     MethodCase("offload", "offload", "offload", offload_bytes),
     sized_case("pyramidkv", "pyramidkv:budget={},window=2,kernel=3,pool=avg", 6, 100, selection_bytes(6)),
     sized_case("quest", "quest:budget={},page=2,device_layers=0", 6, 100, quest_bytes),

@@ -80,3 +80,34 @@ def representative_methods() -> tuple[str, ...]:
             methods.append(name)
             known |= new
     return tuple(methods)
+
+
+LINKED = ("a2ats", "adakv", "cake", "kcache", "kvzip", "minicache", "specache", "tidal_decode")
+"""Methods whose layers pass values to each other or share a budget, which the battery's single layer does not show."""
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+
+
+@functools.cache
+def methods_of_distinct_parts() -> tuple[str, ...]:
+    """Methods that together have every class of component but scorers, and ask a decoder for all that one may ask.
+
+    For passes of whole prompts, where a scorer is one more function of arrays; its oracle says what it returns.
+    """
+    methods, known = [], set()
+    for name, case in FIRST_CASES.items():
+        method, bound_layer = parse(case.small), layer.bind(case.small)
+        parts = _fields(method)
+        selection = parts.pop("select", None)
+        if selection is not None:
+            parts |= _fields(selection)
+            del parts["scorer"]
+        new = {type(method), type(bound_layer)}.union(*map(component_classes, parts.values()))
+        new |= {(slot, bool(part)) for slot, part in parts.items() if not dataclasses.is_dataclass(part)}
+        new |= {(need, value is None, bool(value)) for need, value in _fields(bound_layer.needs).items()}
+        if name in LINKED or new - known:
+            methods.append(name)
+            known |= new
+    return tuple(methods)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import inspect
 from pathlib import Path
 from typing import Any, ClassVar
@@ -29,6 +30,11 @@ from kvjax.testing import toy_model
 
 PROMPTS = [list(range(1, 13)), [8], [40, 41, 42, 43, 44]]
 ROOT = Path(kvjax.__file__).parent
+
+
+@functools.cache
+def make_half() -> kvjax.Model:
+    return kvjax.random_model(toy_model(windows=(None, 5), layers=2).config, dtype="bfloat16")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,9 +175,6 @@ def test_a_foreign_cache_is_an_error_with_its_remedy(model):
         kvjax.extend(model, [[1]], cache.layers)
 
 
-HALF = kvjax.random_model(toy_model(windows=(None, 5), layers=2).config, dtype="bfloat16")
-
-
 @pytest.mark.parametrize(
     "method",
     [
@@ -184,32 +187,33 @@ HALF = kvjax.random_model(toy_model(windows=(None, 5), layers=2).config, dtype="
     ],
 )
 def test_a_cache_of_another_dtype_is_refused(model, method):
-    caches = [kvjax.prefill(m, [[1, 2]], method, capacity=64)[1] for m in (model, HALF)]
-    for this, other, cache in ((HALF, "float32", caches[0]), (model, "bfloat16", caches[1])):
+    caches = [kvjax.prefill(m, [[1, 2]], method, capacity=64)[1] for m in (model, make_half())]
+    for this, other, cache in ((make_half(), "float32", caches[0]), (model, "bfloat16", caches[1])):
         says = f"filled by a model in {other} and this one is in {this.dtype}; prefill the prompt with this one"
         with pytest.raises(KvjaxError, match=says):
             kvjax.extend(this, [[1]], cache)
         with pytest.raises(KvjaxError, match=says):
             kvjax.generate(this, [[1]], cache=cache, max_new_tokens=2)
-    assert check_cache(model, caches[0]) is caches[0] and check_cache(HALF, caches[1]) is caches[1]
+    assert check_cache(model, caches[0]) is caches[0] and check_cache(make_half(), caches[1]) is caches[1]
 
 
 def test_a_shared_cache_of_another_dtype_is_refused(model):
     shared = [
-        kvjax.read(m, [[1, 2]], "full").extend_prefix([[3], [4]], "int4", headroom=8).cache for m in (model, HALF)
+        kvjax.read(m, [[1, 2]], "full").extend_prefix([[3], [4]], "int4", headroom=8).cache
+        for m in (model, make_half())
     ]
-    assert check_cache(model, shared[0]) is shared[0] and check_cache(HALF, shared[1]) is shared[1]
+    assert check_cache(model, shared[0]) is shared[0] and check_cache(make_half(), shared[1]) is shared[1]
     with pytest.raises(KvjaxError, match="filled by a model in float32 and this one is in bfloat16"):
-        check_cache(HALF, shared[0])
+        check_cache(make_half(), shared[0])
 
 
 def test_a_cache_of_codes_knows_the_dtype_of_its_model_too(model):
-    caches = [kvjax.prefill(m, [[1, 2]], "bfp:block=8", capacity=64)[1] for m in (model, HALF)]
+    caches = [kvjax.prefill(m, [[1, 2]], "bfp:block=8", capacity=64)[1] for m in (model, make_half())]
     types = [[jax.typeof(x) for x in jax.tree.leaves(cache)] for cache in caches]
     assert types[0] == types[1]
-    assert check_cache(HALF, caches[1]) is caches[1]
+    assert check_cache(make_half(), caches[1]) is caches[1]
     with pytest.raises(KvjaxError, match="filled by a model in float32 and this one is in bfloat16"):
-        check_cache(HALF, caches[0])
+        check_cache(make_half(), caches[0])
 
 
 def test_strings_and_values_are_taken_alike(model):

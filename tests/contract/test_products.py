@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import re
@@ -64,16 +65,15 @@ def component_names(name: str) -> set[str]:
 
 
 @functools.cache
-def component_kinds(name: str) -> str:
-    """A method's components apart from their numbers and from how a scorer uses its queries."""
+def component_kinds(name: str) -> set[tuple[str, ...]]:
+    """The kinds of component that a method defines: their classes, and what decides the form of a selected state."""
     method = parse(" + ".join(split_case(name)[0]))
-    components = defined_components(method)
-    if method.select is not None:
-        select, scorer = method.select, method.select.scorer
-        asks = {0: "no queries", None: "all queries"}.get(scorer.num_queries, "some queries")
-        observation = [asks, scorer.needs_output, scorer.needs_hidden, scorer.replay is not None]
-        components["select"] = (type(select.budget), select.granularity, select.scope, *observation)
-    return NUMBER.sub("", str(components))
+    kinds = set()
+    for slot, component in defined_components(method).items():
+        kind = type(component).__name__ if dataclasses.is_dataclass(component) else NUMBER.sub("", str(component))
+        form = () if slot != "select" else (type(component.budget).__name__, component.granularity, component.scope)
+        kinds.add((slot, kind, *form))
+    return kinds
 
 
 # Binding all pairs takes seconds, and each worker of a test run collects all tests: the tests themselves choose their
@@ -90,24 +90,24 @@ def naming(a: str, b: str) -> Iterator[None]:
         raise
 
 
-def distinct_pairs() -> list[tuple[str, str]]:
-    """Pairs in which each kind of method meets each set of components that others define."""
-    meetings = {
-        (a, b): {
-            (component_kinds(a), frozenset(component_names(b))),
-            (component_kinds(b), frozenset(component_names(a))),
-        }
-        for a, b in PAIRS
-        if not isinstance(bind_pair(a, b), IncompatibleMethod)
-    }
-    known: set[tuple[str, frozenset[str]]] = set()
-    pairs = []
-    for least in (2, 1):  # pairs with two new meetings first, so that fewer pairs are enough
-        for pair, both in meetings.items():
-            if len(both - known) >= least:
-                known |= both
-                pairs.append(pair)
+def choose_pairs(meetings: dict[tuple[str, str], set]) -> list[tuple[str, str]]:
+    """A few pairs in which all that meets in any pair meets at least once: each time the pair with the most of it."""
+    missing, pairs = set().union(*meetings.values()), []
+    while missing:
+        best = max(meetings, key=lambda pair: len(meetings[pair] & missing))
+        missing -= meetings[best]
+        pairs.append(best)
     return pairs
+
+
+def distinct_pairs() -> list[tuple[str, str]]:
+    """Pairs in which each kind of component meets each component that other methods define beside it."""
+    meetings = {}
+    for a, b in PAIRS:
+        if not isinstance(bind_pair(a, b), IncompatibleMethod):
+            sides = (component_kinds(a), component_names(b)), (component_kinds(b), component_names(a))
+            meetings[a, b] = set().union(*(itertools.product(*side) for side in sides))
+    return choose_pairs(meetings)
 
 
 def test_c8_every_kind_of_pair_keeps_its_types_through_a_step():
@@ -125,19 +125,15 @@ def test_at_most_twelve_pairs_of_the_papers_methods_are_impossible_apart_from_tw
 
 
 @functools.cache
-def covering_pairs() -> tuple[tuple[str, str], ...]:
+def covering_pairs() -> list[tuple[str, str]]:
     """A few pairs that together define every two components that any pair of methods defines."""
-    covered = {
-        pair: {frozenset(names) for names in itertools.product(*map(component_names, pair))}
-        for pair in PAIRS
-        if isinstance(bind_pair(*pair), MethodLayer)
-    }
-    missing, pairs = set().union(*covered.values()), []
-    while missing:
-        best = max(covered, key=lambda pair: len(covered[pair] & missing))
-        missing -= covered[best]
-        pairs.append(best)
-    return tuple(pairs)
+    return choose_pairs(
+        {
+            pair: {frozenset(names) for names in itertools.product(*map(component_names, pair))}
+            for pair in PAIRS
+            if isinstance(bind_pair(*pair), MethodLayer)
+        }
+    )
 
 
 def test_a_sequence_under_two_methods_is_independent_of_neighbours_and_padding():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,6 @@ from kvjax.core.precision import computes_in_32_bits
 from kvjax.errors import KvjaxError
 from kvjax.testing import toy_model
 
-MODEL = toy_model(layers=1, head_dim=32)
 RNG = np.random.default_rng(0)
 TOKENS = RNG.integers(1, 97, (2, 20))  # i64, as NumPy makes them
 LENGTHS = np.array([20, 13])
@@ -33,12 +33,17 @@ METHODS = (
 """A method of each kind of component, and one that repeats the prompt."""
 
 
+@functools.cache
+def make_model() -> kvjax.Model:
+    return toy_model(layers=1, head_dim=32)
+
+
 def dtypes(tree) -> set[str]:
     return {x.dtype.name for x in jax.tree.leaves(tree)}
 
 
 def run_functional(method: str) -> tuple:
-    config = MODEL.config
+    config = make_model().config
     plan = functional.bind(method, config)
 
     @jax.jit
@@ -48,7 +53,7 @@ def run_functional(method: str) -> tuple:
         answer, cache = functional.decode(params, cache, logits[:, -1].argmax(-1), 3)
         return functional.logits(params, tokens, config), last, logits, answer, functional.take(cache, jnp.arange(2))
 
-    return run(MODEL.params, TOKENS, LENGTHS)
+    return run(make_model().params, TOKENS, LENGTHS)
 
 
 def run_attend(method: str, dtype: type = np.float32) -> tuple:
@@ -92,12 +97,12 @@ def test_vectors_and_parameters_of_64_bits_are_narrowed():
     expected = run_attend("full")
     with jax.enable_x64(True):
         got = run_attend("full", np.float64)
-        wide = jax.tree.map(lambda x: x.astype(jnp.float64), MODEL.params)
+        wide = jax.tree.map(lambda x: x.astype(jnp.float64), make_model().params)
         assert dtypes(wide) == {"float64"}
-        logits = functional.logits(wide, TOKENS, MODEL.config)
-        cache = functional.empty(functional.bind("full", MODEL.config), MODEL.config, 2, 32)
+        logits = functional.logits(wide, TOKENS, make_model().config)
+        cache = functional.empty(functional.bind("full", make_model().config), make_model().config, 2, 32)
         assert dtypes(cache) == {"float32", "int32"}
-    np.testing.assert_array_equal(logits, functional.logits(MODEL.params, TOKENS, MODEL.config))
+    np.testing.assert_array_equal(logits, functional.logits(make_model().params, TOKENS, make_model().config))
     np.testing.assert_allclose(got[0], expected[0], atol=1e-6)
     np.testing.assert_allclose(got[1], expected[1], atol=1e-6)
 
@@ -114,24 +119,28 @@ def test_vectors_and_parameters_of_64_bits_are_narrowed():
 )
 def test_a_model_with_parameters_of_64_bits_says_how_to_narrow_them(of, call):
     with jax.enable_x64(True):
-        wide = jax.tree.map(lambda x: np.asarray(x, np.float64) if of == "numpy" else x.astype("float64"), MODEL.params)
+        wide = jax.tree.map(
+            lambda x: np.asarray(x, np.float64) if of == "numpy" else x.astype("float64"), make_model().params
+        )
     with pytest.raises(KvjaxError, match=r"\['embedding'\] is float64, .*32 bits.*np.asarray\(x, np.float32\)"):
-        call(dataclasses.replace(MODEL, params=wide))
+        call(dataclasses.replace(make_model(), params=wide))
     narrowed = jax.tree.map(lambda x: np.asarray(x, np.float32), wide)  # the remedy
-    assert dataclasses.replace(MODEL, params=narrowed).fingerprint == MODEL.fingerprint
+    assert dataclasses.replace(make_model(), params=narrowed).fingerprint == make_model().fingerprint
 
 
 def test_gradients_and_a_vmap_of_the_caller_work():
     def loss(params):
-        return (functional.logits(params, TOKENS, MODEL.config) ** 2).mean()
+        return (functional.logits(params, TOKENS, make_model().config) ** 2).mean()
 
-    expected = jax.jit(jax.grad(loss))(MODEL.params)
+    expected = jax.jit(jax.grad(loss))(make_model().params)
     with jax.enable_x64(True):
-        got = jax.jit(jax.grad(loss))(MODEL.params)
-        each = jax.vmap(lambda row: functional.logits(MODEL.params, row[None], MODEL.config)[0])(jnp.asarray(TOKENS))
+        got = jax.jit(jax.grad(loss))(make_model().params)
+        each = jax.vmap(lambda row: functional.logits(make_model().params, row[None], make_model().config)[0])(
+            jnp.asarray(TOKENS)
+        )
     assert dtypes((got, each)) == {"float32"}
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), got, expected)
-    np.testing.assert_allclose(each, functional.logits(MODEL.params, TOKENS, MODEL.config), atol=1e-5)
+    np.testing.assert_allclose(each, functional.logits(make_model().params, TOKENS, make_model().config), atol=1e-5)
 
 
 def test_a_decoders_own_rotation_is_compared_as_it_computes():
@@ -151,16 +160,16 @@ def test_a_decoders_own_rotation_is_compared_as_it_computes():
 @pytest.mark.parametrize("method", ["h2o:heavy=4,recent=4", "int8 + offload"])
 def test_bytes_are_counted_and_files_are_recognized_as_without(method, tmp_path):
     """The states have arrays whose dtype is JAX's default: H2O's sums, and the guards of buffers in host memory."""
-    config = MODEL.config
+    model, config = make_model(), make_model().config
 
     def count() -> tuple[str, str]:
-        return str(kvjax.planned_bytes(method, MODEL, 20)), str(kvjax.planned_bytes(method, config, 20, dtype="bf16"))
+        return str(kvjax.planned_bytes(method, model, 20)), str(kvjax.planned_bytes(method, config, 20, dtype="bf16"))
 
-    expected, context = count(), kvjax.read(MODEL, [[*range(1, 21)]], method)
+    expected, context = count(), kvjax.read(make_model(), [[*range(1, 21)]], method)
     path = context.save(tmp_path / "context")
     with jax.enable_x64(True):
         assert count() == expected
-        resumed = kvjax.resume(MODEL, path)
+        resumed = kvjax.resume(make_model(), path)
         assert dtypes(resumed.cache) == dtypes(context.cache)
     np.testing.assert_array_equal(resumed.feed([[5]]).last_logits, context.feed([[5]]).last_logits)
 

@@ -38,7 +38,9 @@ from kvjax.registry.strings import parse
 from tests.contract import layer as one_layer
 from tests.contract.cases import FIRST_CASES
 
-STEPPED = set("bfp fp8 gear int4 int8 kivi kvquant mikv rotatekv saq specache turboquant zipcache zipvl".split())
+STEPPED = set(
+    "bfp fp8 gear ggml int4 int8 kivi kvquant mikv mxfp4 nvfp4 rotatekv saq specache turboquant zipcache zipvl".split()
+)
 SMALL = {name: case.small for name, case in FIRST_CASES.items()} | {
     "codes that only select": "double_sparsity:heavy=3,factor=4,bits=4,device_layers=0",
     "codes in pages": "snapkv:budget=6,window=2,kernel=3 + adakv:page=4 + kivi:bits=4,group=4,residual=4",
@@ -129,7 +131,12 @@ def test_codes_have_the_gradient_of_the_exact_vectors_at_their_values(name):
 def straight_through(layer: MethodLayer, qkv: QKV) -> tuple[jax.Array, QKV]:
     """Output and gradients of attention to the tokens of a layer that carries no exact vectors, by the formula."""
     _, state = compile_forward(layer)(qkv)
-    coded_k, coded_v, is_cached = decode_by_token(layer, state, qkv[1].shape)
+    return attend_at_codes(qkv, *decode_by_token(layer, state, qkv[1].shape))
+
+
+@jax.jit  # one program for all methods
+def attend_at_codes(qkv: QKV, coded_k: np.ndarray, coded_v: np.ndarray, is_cached: np.ndarray) -> tuple[jax.Array, QKV]:
+    """Output and gradients of attention to coded vectors, where a gradient passes as if they were the exact ones."""
     query_pos = jnp.asarray(one_layer.LENGTHS)
 
     def replace_values(x: jax.Array, coded: np.ndarray) -> jax.Array:
@@ -145,11 +152,8 @@ def straight_through(layer: MethodLayer, qkv: QKV) -> tuple[jax.Array, QKV]:
     return attend(*qkv), jax.grad(lambda qkv: loss(attend(*qkv)))(qkv)
 
 
-def decode_by_token(
-    layer: MethodLayer, state: Any, shape: tuple[int, ...]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The keys and values [B K T H] that queries read, by token, and which tokens are in the cache, bool[B K T]."""
-    k, v, is_cached = np.zeros(shape, np.float32), np.zeros(shape, np.float32), np.zeros(shape[:3], bool)
+def decode_blocks(layer: MethodLayer, state: Any) -> list[tuple[jax.Array, jax.Array, jax.Array]]:
+    """Keys, values and positions that queries read, a block for each place that holds some."""
     blocks = [(layer.storage.decode_keys(state.k, state.pos), layer.v.decode(state.v), state.pos)]
     if isinstance(state.reader_state, LowBitCopy):  # nothing has been fetched yet, so that all is read from the copy
         read = layer.method.read
@@ -157,7 +161,17 @@ def decode_by_token(
     if state.side_store is not None:
         block = layer.method.side_store.visible_block(layer.storage, state.side_store)
         blocks.append((block.k, block.v, layer.method.side_store.positions(state.side_store)))
-    for keys, values, pos in blocks:
+    return blocks
+
+
+def decode_by_token(
+    layer: MethodLayer, state: Any, shape: tuple[int, ...]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The keys and values [B K T H] that queries read, by token, and which tokens are in the cache, bool[B K T]."""
+    k, v, is_cached = np.zeros(shape, np.float32), np.zeros(shape, np.float32), np.zeros(shape[:3], bool)
+    # Uncompiled, each operation of a codec would be a program of its own.
+    blocks = jax.jit(functools.partial(decode_blocks, layer))(state)
+    for keys, values, pos in jax.tree.map(np.asarray, blocks):
         pos = np.broadcast_to(pos, (*shape[:2], pos.shape[2]))
         keys, values = (np.broadcast_to(x, (*pos.shape, shape[3])) for x in (keys, values))
         for b, head, slot in zip(*np.nonzero(pos >= 0), strict=True):

@@ -1,8 +1,8 @@
-"""Every method under every transformation of JAX, on the smallest model that can fail.
+"""Every method, or every class of component, under every transformation of JAX, on the smallest model that can fail.
 
 Tests that only trace run on every case. One program per method is compiled, a scan inside `vmap` inside the caller's
-own `shard_map` inside `jit`; it is compared with `kvjax.prefill` and `kvjax.generate`, and its logits with those of an
-exported `extend` of several tokens.
+own `shard_map` inside `jit`; it is compared with `kvjax.prefill` and `kvjax.generate`. Its logits are compared with
+those of an exported `extend` of several tokens, under methods that together have every class of component in a step.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import subprocess
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ from kvjax.engine.decode import num_draft_tokens
 from kvjax.models.model import Model
 from kvjax.testing import toy_model
 from tests.contract.cases import CASES, FIRST_CASES
+from tests.contract.table import methods_of_distinct_parts, representative_methods
 
 SMALL = {case.id: case.small for case in CASES}
 STATE_KINDS = ("full", "offload", "kivi", "h2o", "adakv", "quest", "minicache")
@@ -71,17 +72,43 @@ class Case:
         tokens = kvjax.generate(self.model, IDS, self.method, **options).tokens
         return logits, cache, jnp.asarray(tokens, jnp.int32)
 
+    @functools.cached_property
+    def traced(self) -> TracedPasses:
+        """The types of what passes over the prompts, over decoded tokens and from an empty cache return."""
+
+        def run(params: Any, tokens: Array, lengths: Array) -> TracedPasses:
+            logits, prompt = self.prefill(params, tokens, lengths)
+            decoded = functional.decode(params, prompt, logits.argmax(-1), NEW)
+            extended = extend_one_by_one(params, tokens[:, :NEW], prompt)
+            empty = functional.empty(self.plan, self.config, len(LENGTHS), CAPACITY)
+            return TracedPasses(prompt, decoded, extended, empty, extend_one_by_one(params, tokens[:, :NEW], empty))
+
+        return jax.eval_shape(run, self.params, *PROMPTS)
+
+
+class TracedPasses(NamedTuple):
+    """The prompts' cache; then (tokens or cache, cache or logits) of each pass, as the functions return them."""
+
+    prompt: Cache
+    decoded: tuple[Array, Cache]
+    extended: tuple[Cache, Array]
+    empty: Cache
+    begun: tuple[Cache, Array]
+
+
+make_case = functools.cache(Case)
+
 
 @pytest.fixture(scope="module", params=SMALL)
 def every_case(request: pytest.FixtureRequest) -> Case:
     """Every case of every method, for tests that only trace."""
-    return Case(request.param)
+    return make_case(request.param)
 
 
-@pytest.fixture(scope="module", params=[case.id for case in FIRST_CASES.values()])
+@pytest.fixture(scope="module", params=[FIRST_CASES[method].id for method in methods_of_distinct_parts()])
 def case(request: pytest.FixtureRequest) -> Case:
-    """The first case of every method, for tests that compile and run."""
-    return Case(request.param)
+    """Every class of component, for tests that compile and run."""
+    return make_case(request.param)
 
 
 def extend_one_by_one(params: Any, tokens: Array, cache: Cache) -> tuple[Cache, Array]:
@@ -105,15 +132,8 @@ def assert_close(actual: Any, expected: Any, atol: float = 1e-5) -> None:
 
 
 def test_eval_shape_gives_the_planned_bytes_and_one_type_of_cache(every_case: Case):
-    case = every_case
-
-    def run(params: Any, tokens: Array, lengths: Array) -> tuple[Cache, tuple[Array, Cache], tuple[Cache, Array]]:
-        logits, cache = case.prefill(params, tokens, lengths)
-        decoded = functional.decode(params, cache, logits.argmax(-1), NEW)
-        return cache, decoded, extend_one_by_one(params, tokens[:, :NEW], cache)
-
-    prompts = case.params, *PROMPTS
-    cache, (tokens, decoded), (extended, logits) = jax.eval_shape(run, *prompts)
+    case, cache = every_case, every_case.traced.prompt
+    (tokens, decoded), (extended, logits) = case.traced.decoded, case.traced.extended
     assert tokens.shape == (len(LENGTHS), NEW) and logits.shape == (len(LENGTHS), NEW, case.config.vocab_size)
     assert types_of(cache) == types_of(decoded) == types_of(extended)
     if not any(layer.needs.global_budget for layer in case.plan):  # its number of slots depends on values
@@ -124,17 +144,10 @@ def test_eval_shape_gives_the_planned_bytes_and_one_type_of_cache(every_case: Ca
 
 
 def test_an_empty_cache_takes_tokens(every_case: Case):
-    case = every_case
-
-    def run(params: Any, tokens: Array) -> tuple[Cache, Cache, Array]:
-        cache = functional.empty(case.plan, case.config, len(LENGTHS), CAPACITY)
-        return cache, *extend_one_by_one(params, tokens, cache)
-
-    empty, after, logits = jax.eval_shape(run, case.params, TOKENS[:, :NEW])
-    _, prompt = jax.eval_shape(case.prefill, case.params, *PROMPTS)
+    prompt, _, _, empty, (after, logits) = every_case.traced
     assert types_of(after) == types_of(empty)
     assert jax.tree.map(lambda x: (x.ndim, x.dtype), empty) == jax.tree.map(lambda x: (x.ndim, x.dtype), prompt)
-    assert logits.shape == (len(LENGTHS), NEW, case.config.vocab_size)
+    assert logits.shape == (len(LENGTHS), NEW, every_case.config.vocab_size)
 
 
 @pytest.fixture
@@ -171,7 +184,9 @@ def test_scan_in_vmap_in_shard_map_in_jit_gives_what_the_convenient_calls_give(c
         np.testing.assert_array_equal(case.steps.argmax(-1), following[:, 1:])
 
 
-def test_an_exported_extend_gives_the_same(case: Case):
+@pytest.mark.parametrize("name", [FIRST_CASES[method].id for method in representative_methods()])
+def test_an_exported_extend_gives_the_same(name: str):
+    case = make_case(name)
     _, cache, following = case.convenient_results
     exported = jax.export.export(jax.jit(functional.extend))(case.params, following[:, :-1], cache)
     loaded = jax.export.deserialize(exported.serialize())
@@ -182,13 +197,13 @@ def test_an_exported_extend_gives_the_same(case: Case):
         assert_close(logits, functional.extend(case.params, following[:, :-1], cache)[0])
     else:
         np.testing.assert_array_equal(logits.argmax(-1), following[:, 1:])
-        if case.steps is not None:  # None if another process ran that test
+        if case.steps is not None:  # None if that test did not run before
             assert_close(logits, case.steps)
 
 
 @pytest.mark.parametrize("name", (*STATE_KINDS, "int4, on the host", "specache", "kvzip"))
 def test_jitted_prefill_and_decode_give_what_the_convenient_calls_give(name: str):
-    case = Case(name)
+    case = make_case(name)
 
     def run(params: Any, tokens: Array, lengths: Array) -> tuple[Array, Array]:
         logits, cache = case.prefill(params, tokens, lengths)
@@ -215,24 +230,17 @@ def split_floats(tree: Any) -> tuple[list[Array], Any]:
     return [leaves[i] for i in indices], replace
 
 
-def holds_floats(cache: Cache) -> bool:
-    """Whether keys and values are float32 in device memory, so that gradients pass through."""
-    buffers = [x for x in jax.tree.leaves(cache, is_leaf=lambda x: isinstance(x, memory.Buffer))]
-    buffers = [x for x in buffers if isinstance(x, memory.Buffer)]
-    return all(x.dtype == "float32" and not x.host for x in buffers)
-
-
-def test_gradients_reach_the_parameters_and_what_the_cache_holds(case: Case):
+@pytest.mark.parametrize("name", ("full", "h2o", "adakv", "quest", "minicache", "cake", "tidal_decode"))
+def test_gradients_reach_the_parameters_and_what_the_cache_holds(name: str):
+    """The layers' own gradients are those of finite differences, under every method, in `test_gradients.py`."""
+    case = make_case(name)
     cache, fed = case.convenient_results[1], case.convenient_results[2][:, :-1]
-    if not holds_floats(cache):
-        pytest.skip("gradients through codes and host memory are refused, or those of the exact values")
     floats, replace = split_floats(cache)
 
     def loss(params: Any, floats: list[Array]) -> Array:
         extend = jax.checkpoint(functional.extend)
         return extend(params, fed, replace(floats))[0].var()
 
-    # `test_gradients` compares with finite differences, through the prefill too.
     gradients = jax.jit(jax.grad(loss, (0, 1)))(case.params, floats)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradients))
     assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(gradients[0]["layer_0"]))
@@ -241,7 +249,7 @@ def test_gradients_reach_the_parameters_and_what_the_cache_holds(case: Case):
 
 @pytest.mark.parametrize("name", STATE_KINDS)
 def test_tokens_on_an_empty_cache_are_those_of_a_text(name: str):
-    case, fed = Case(name), TOKENS[:, :NEW]
+    case, fed = make_case(name), TOKENS[:, :NEW]
     cache = functional.empty(case.plan, case.config, len(LENGTHS), CAPACITY)
     next_cache, logits = jax.jit(extend_one_by_one)(case.params, fed, cache)
     assert np.isfinite(logits).all()
@@ -252,7 +260,7 @@ def test_tokens_on_an_empty_cache_are_those_of_a_text(name: str):
 
 @pytest.mark.parametrize("name", STATE_KINDS)
 def test_a_cache_is_an_ordinary_pytree(name: str, tmp_path):
-    case = Case(name)
+    case = make_case(name)
     _, cache, following = case.convenient_results
     extend = jax.jit(functional.extend)
     expected = extend(case.params, following[:, :1], cache)[0]
@@ -295,7 +303,7 @@ for method, layers, program, numbers in zip(*[iter(sys.argv[1:])] * 4):
 def test_an_exported_step_runs_in_a_fresh_process(tmp_path):
     arguments = []
     for i, name in enumerate(("kivi", "quest", "h2o")):
-        case = Case(name)
+        case = make_case(name)
         _, cache = jax.jit(case.prefill)(case.params, *PROMPTS)
         fed = TOKENS[:, :1]
         step = jax.jit(functional.extend)
@@ -309,7 +317,7 @@ def test_an_exported_step_runs_in_a_fresh_process(tmp_path):
 
 
 def test_checkpoint_changes_no_gradient():
-    case = Case("tidal_decode")  # the first of its two layers passes a value to the second
+    case = make_case("tidal_decode")  # the first of its two layers passes a value to the second
     cache, fed = case.convenient_results[1], case.convenient_results[2][:, :-1]
 
     def loss(params: Any, extend: Any) -> Array:
@@ -323,7 +331,7 @@ def test_checkpoint_changes_no_gradient():
 @pytest.mark.parametrize("name", ("snapkv", "offload", "cskv"))
 def test_a_beam_search_in_a_scan(name: str):
     """The caches lie on the device, on the host, and hold an array that all sequences share."""
-    case = Case(name)
+    case = make_case(name)
     logits, cache, _ = case.convenient_results
     width = len(LENGTHS)
 
@@ -343,7 +351,7 @@ def test_a_beam_search_in_a_scan(name: str):
 
 
 def test_wrong_static_arguments_are_named_with_the_remedy():
-    case, (tokens, lengths) = Case("full"), PROMPTS
+    case, (tokens, lengths) = make_case("full"), PROMPTS
     plan, config, params = case.plan, case.config, case.params
     cache = case.convenient_results[1]
     with pytest.raises(kvjax.KvjaxError, match="capacity must be an integer from 12 to .*, got 5"):

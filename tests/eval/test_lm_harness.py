@@ -31,11 +31,15 @@ with warnings.catch_warnings():  # foreign packages
 
 pytestmark = pytest.mark.filterwarnings("ignore:::lm_eval", "ignore:::datasets", "ignore:::multiprocess")
 
-TOY = dataclasses.replace(
-    toy_model(vocab_size=512, layers=1, eos_ids=(256,)), tokenizer=Tokenizer(vocab.tokenizer()), name="toy"
-)
 METHODS = ("full", "snapkv:budget=24/window=8")
 CONTEXT = "The pier lights were out, nobody knew why. "  # so short that all programs here are of 64 tokens
+
+
+@functools.cache
+def make_toy() -> kvjax.Model:
+    return dataclasses.replace(
+        toy_model(vocab_size=512, layers=1, eos_ids=(256,)), tokenizer=Tokenizer(vocab.tokenizer()), name="toy"
+    )
 
 
 def make_requests(kind, *args):
@@ -48,7 +52,7 @@ def ids(text):
 
 def logits(tokens):
     padded = [*tokens, *[0] * (64 - len(tokens))]  # causal: later tokens change nothing
-    return np.asarray(kvjax.logits(TOY, [padded])[0], np.float64)[: len(tokens)]
+    return np.asarray(kvjax.logits(make_toy(), [padded])[0], np.float64)[: len(tokens)]
 
 
 def exact_likelihood(context, continuation):
@@ -68,7 +72,7 @@ def greedy_continuation(context, n):
 
 
 def test_loglikelihood_under_full_is_that_of_the_logits():
-    lm = KvjaxLM(TOY, "full", batch_size=2)
+    lm = KvjaxLM(make_toy(), "full", batch_size=2)
     pairs = [(CONTEXT, "Fog."), (CONTEXT, "Nobody asked"), ("a b ", "c"), ("", "lights")]
     answers = lm.loglikelihood(make_requests("loglikelihood", *pairs), disable_tqdm=True)
     # a space at the end of a prompt goes with the continuation
@@ -82,7 +86,7 @@ def test_loglikelihood_under_full_is_that_of_the_logits():
 
 
 def test_a_continuation_without_tokens_is_no_certain_one():
-    lm = KvjaxLM(TOY, "full")
+    lm = KvjaxLM(make_toy(), "full")
     for context in (CONTEXT, ""):
         with pytest.raises(KvjaxError, match="is empty, and there is nothing to score"):
             lm.loglikelihood(make_requests("loglikelihood", (context, "")), disable_tqdm=True)
@@ -111,11 +115,11 @@ def test_a_continuation_that_melts_into_the_context_is_encoded_by_itself(templat
 
 
 def test_loglikelihood_under_a_method_is_that_of_score():
-    lm = KvjaxLM(TOY, METHODS[1], batch_size=2)
+    lm = KvjaxLM(make_toy(), METHODS[1], batch_size=2)
     pairs = [(CONTEXT, "Fog."), (CONTEXT, "Nobody asked"), (CONTEXT[:20], "Fog.")]
     values = [g for g, _ in lm.loglikelihood(make_requests("loglikelihood", *pairs), disable_tqdm=True)]
     prompts, rests = [ids(c.strip()) for c, _ in pairs], [ids(tail(*p)) for p in pairs]
-    expected = [x.sum() for x in kvjax.score(TOY, prompts, rests, parse("snapkv:budget=24,window=8"))]
+    expected = [x.sum() for x in kvjax.score(make_toy(), prompts, rests, parse("snapkv:budget=24,window=8"))]
     assert values == pytest.approx(expected, rel=1e-5)
     exact = [exact_likelihood(*x)[0] for x in zip(prompts, rests, strict=True)]
     assert abs(values[0] - exact[0]) > 1e-3  # something was evicted
@@ -127,7 +131,7 @@ def tail(context, continuation):
 
 
 def test_prompts_and_texts_beyond_max_length():
-    lm = KvjaxLM(TOY, "full", batch_size=2, max_length=17)
+    lm = KvjaxLM(make_toy(), "full", batch_size=2, max_length=17)
     ((log_likelihood, _),) = lm.loglikelihood(
         make_requests("loglikelihood", (CONTEXT.strip(), "Fog.")), disable_tqdm=True
     )
@@ -138,20 +142,21 @@ def test_prompts_and_texts_beyond_max_length():
     windows = [([256], t[:17]), (t[16:17], t[17:34]), (t[22:34], t[34:])]
     expected = sum(exact_likelihood(*window)[0] for window in windows)
     assert values == [pytest.approx(expected, rel=1e-5), 0]
-    assert KvjaxLM(TOY, max_length=17, truncation="middle")._truncate(list(range(40)), 10) == [0, 1, 2, 36, 37, 38, 39]
+    lm = KvjaxLM(make_toy(), max_length=17, truncation="middle")
+    assert lm._truncate(list(range(40)), 10) == [0, 1, 2, 36, 37, 38, 39]
     with pytest.raises(KvjaxError, match="truncation must be 'left' or 'middle', got 'right'"):
-        KvjaxLM(TOY, truncation="right")
+        KvjaxLM(make_toy(), truncation="right")
     with pytest.raises(KvjaxError, match="leave no room in max_length=17"):
         lm.loglikelihood(make_requests("loglikelihood", ("a", "b" * 30)), disable_tqdm=True)
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_generate_until_stops_where_it_must(method):
-    lm = KvjaxLM(TOY, method, batch_size=2, max_gen_toks=10)
+    lm = KvjaxLM(make_toy(), method, batch_size=2, max_gen_toks=10)
     full = kvjax.generate(
-        TOY, [ids(CONTEXT), ids("a b")], parse(method.replace("/", ",")), max_new_tokens=10, eos_ids=(256,)
+        make_toy(), [ids(CONTEXT), ids("a b")], parse(method.replace("/", ",")), max_new_tokens=10, eos_ids=(256,)
     )
-    texts = [TOY.tokenizer.decode(t) for t in full.tokens]
+    texts = [make_toy().tokenizer.decode(t) for t in full.tokens]
     stop = texts[0][4:6]
     args = [(CONTEXT, {"until": [stop, ""], "do_sample": False, "temperature": 0.7}), ("a b", {"max_tokens": 10})]
     generated = lm.generate_until(make_requests("generate_until", *args), disable_tqdm=True)
@@ -180,15 +185,15 @@ def test_until_and_texts_may_have_special_tokens():
 
 def test_sampling_and_ends():
     first = int(logits(ids(CONTEXT))[-1].argmax())
-    ended = dataclasses.replace(TOY, config=dataclasses.replace(TOY.config, eos_ids=(first,)))
+    ended = dataclasses.replace(make_toy(), config=dataclasses.replace(make_toy().config, eos_ids=(first,)))
     lm = KvjaxLM(ended, batch_size=2, max_gen_toks=10)
     assert lm.generate_until(make_requests("generate_until", (CONTEXT, {})), disable_tqdm=True) == [""]
-    lm = KvjaxLM(TOY, batch_size=2, max_gen_toks=10)
+    lm = KvjaxLM(make_toy(), batch_size=2, max_gen_toks=10)
     warm = (CONTEXT, {"do_sample": True, "top_k": 50})
     both = [lm.generate_until(make_requests("generate_until", warm, warm), disable_tqdm=True) for _ in range(2)]
     assert both[0] == both[1] and both[0][0] != both[0][1]  # drawn apart, and the same in every run
     # The copy that fills a batch draws for itself, and its text is no answer.
-    single = [KvjaxLM(TOY, batch_size=n, max_gen_toks=10) for n in (1, 2)]
+    single = [KvjaxLM(make_toy(), batch_size=n, max_gen_toks=10) for n in (1, 2)]
     alone, filled = (x.generate_until(make_requests("generate_until", warm), disable_tqdm=True) for x in single)
     assert alone == filled
     assert lm.generate_until(make_requests("generate_until", ("", {})), disable_tqdm=True) != [""]
@@ -205,7 +210,7 @@ NEUTRAL |= {"suppress_tokens": None, "skip_special_tokens": True}
 
 
 def test_options_that_ask_for_nothing_pass():
-    lm = KvjaxLM(TOY, max_gen_toks=10)
+    lm = KvjaxLM(make_toy(), max_gen_toks=10)
     args = [(CONTEXT, {}), (CONTEXT, NEUTRAL)]
     plain, neutral = lm.generate_until(make_requests("generate_until", *args), disable_tqdm=True)
     assert plain == neutral
@@ -227,21 +232,21 @@ def test_options_that_ask_for_nothing_pass():
 )
 def test_options_that_ask_for_something_else_are_named(options, says):
     with pytest.raises(KvjaxError, match=says):
-        KvjaxLM(TOY).generate_until(make_requests("generate_until", (CONTEXT, options)), disable_tqdm=True)
+        KvjaxLM(make_toy()).generate_until(make_requests("generate_until", (CONTEXT, options)), disable_tqdm=True)
 
 
 def test_penalties_apply_to_greedy_texts_too():
     options = {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.5}
-    lm = KvjaxLM(TOY, max_gen_toks=6)
+    lm = KvjaxLM(make_toy(), max_gen_toks=6)
     args = (CONTEXT, {"do_sample": False, **options})
     (text,) = lm.generate_until(make_requests("generate_until", args), disable_tqdm=True)
-    assert text == kvjax.generate(TOY, [ids(CONTEXT)], "full", max_new_tokens=6, **options).text[0]
-    assert text != kvjax.generate(TOY, [ids(CONTEXT)], "full", max_new_tokens=6).text[0]
+    assert text == kvjax.generate(make_toy(), [ids(CONTEXT)], "full", max_new_tokens=6, **options).text[0]
+    assert text != kvjax.generate(make_toy(), [ids(CONTEXT)], "full", max_new_tokens=6).text[0]
 
 
 def test_chat_templates_as_lm_eval_asks_for_them():
     template = ChatTemplate("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]")
-    lm = KvjaxLM(dataclasses.replace(TOY, chat_template=template))
+    lm = KvjaxLM(dataclasses.replace(make_toy(), chat_template=template))
     messages = [{"role": "user", "content": "2 + 2?"}]
     assert lm.apply_chat_template(messages) == "[user]2 + 2?[assistant]"
     begun = [*messages, {"role": "assistant", "content": "It is"}]
@@ -250,12 +255,12 @@ def test_chat_templates_as_lm_eval_asks_for_them():
     with pytest.raises(KvjaxError, match="reads no variable 'enable_thinking'"):
         KvjaxLM(lm.model, enable_thinking=False).apply_chat_template(messages)
     thinking = ChatTemplate(template.source + "{{ '<think>' if enable_thinking else '</think>' }}")
-    lm = KvjaxLM(dataclasses.replace(TOY, chat_template=thinking), chat_template_args={"enable_thinking": True})
+    lm = KvjaxLM(dataclasses.replace(make_toy(), chat_template=thinking), chat_template_args={"enable_thinking": True})
     assert lm.apply_chat_template(messages) == "[user]2 + 2?[assistant]<think>"
     with pytest.raises(KvjaxError, match="none is called 'tool_use'"):
         lm.chat_template("tool_use")
     with pytest.raises(KvjaxError, match="no chat template"):
-        KvjaxLM(TOY).apply_chat_template(messages)
+        KvjaxLM(make_toy()).apply_chat_template(messages)
 
 
 def test_arguments():
@@ -266,10 +271,10 @@ def test_arguments():
     with pytest.raises(KvjaxError, match="'device_layers' of the model kvjax; .*method=kcache:n=64/device_layers=1"):
         make("model=testbed,method=kcache:n=64,device_layers=1")
     with pytest.raises(KvjaxError, match="tables/bases.npz"):  # JSON keeps commas, so that "/" belongs to the path
-        KvjaxLM(TOY, "cskv:window=8,table=tables/bases.npz")
+        KvjaxLM(make_toy(), "cskv:window=8,table=tables/bases.npz")
     with pytest.raises(KvjaxError, match="batch_size must be an integer from 1 .*got 'auto'; for example 8"):
-        KvjaxLM(TOY, batch_size="auto")
-    nameless = dataclasses.replace(TOY, config=dataclasses.replace(TOY.config, eos_ids=()))
+        KvjaxLM(make_toy(), batch_size="auto")
+    nameless = dataclasses.replace(make_toy(), config=dataclasses.replace(make_toy().config, eos_ids=()))
     assert KvjaxLM(nameless, prefix_token_id=7).prefix_token_id == 7
     with pytest.raises(KvjaxError, match="pass prefix_token_id=ID"):
         _ = KvjaxLM(nameless).prefix_token_id
@@ -310,7 +315,7 @@ def tasks(tmp_path, monkeypatch):
 
 def run(tasks, method):
     return lm_eval.simple_evaluate(
-        KvjaxLM(TOY, method, batch_size=2),
+        KvjaxLM(make_toy(), method, batch_size=2),
         tasks=["toy_choice", "toy_until"],
         task_manager=TaskManager(include_path=str(tasks), include_defaults=False),
         bootstrap_iters=0,
@@ -329,7 +334,7 @@ def test_a_whole_run_of_local_tasks(tasks):
     assert out["results"]["toy_choice"]["acc,none"] == np.mean(right)
     texts = {s["doc_id"]: s["resps"][0][0] for s in out["samples"]["toy_until"]}
     for i, doc in enumerate(DOCS):
-        assert texts[i] == TOY.tokenizer.decode(greedy_continuation(ids(doc["text"]), 10)).split("\n")[0]
+        assert texts[i] == make_toy().tokenizer.decode(greedy_continuation(ids(doc["text"]), 10)).split("\n")[0]
 
 
 def test_a_benchmark_of_lm_eval_reads_local_files_as_the_documentation_says(tasks):
@@ -343,7 +348,7 @@ def test_a_benchmark_of_lm_eval_reads_local_files_as_the_documentation_says(task
     )
     manager = TaskManager(include_path=str(tasks), include_defaults=False)
     out = lm_eval.simple_evaluate(
-        KvjaxLM(TOY, "full", max_gen_toks=2), tasks=["gsm8k_local"], task_manager=manager, num_fewshot=1, limit=1
+        KvjaxLM(make_toy(), "full", max_gen_toks=2), tasks=["gsm8k_local"], task_manager=manager, num_fewshot=1, limit=1
     )
     (sample,) = [s for s in out["samples"]["gsm8k_local"] if s["filter"] == "strict-match"]
     prompt = sample["arguments"][0][0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,13 +13,21 @@ from kvjax import IncompatibleMethod, KvjaxError
 from kvjax.core import memory
 from kvjax.testing import toy_model
 
-ONE = toy_model(layers=1)
-TWO = toy_model(layers=2, windows=(None, 9), rope_fraction=0.5)
 RNG = np.random.default_rng(0)
 DOCUMENTS = [RNG.integers(0, 97, n).tolist() for n in (40, 23, 6)]
 QUESTIONS = [RNG.integers(0, 97, n).tolist() for n in (3, 5, 4)]
 START, STOP, NEW = [10, 3, 6], [14, 23, 6], [[7, 8, 9, 10, 11, 12], [], [1, 2]]
 EDITED = [d[:a] + n + d[b:] for d, a, b, n in zip(DOCUMENTS, START, STOP, NEW, strict=True)]
+
+
+@functools.cache
+def make_one() -> kvjax.Model:
+    return toy_model(layers=1)
+
+
+@functools.cache
+def make_two() -> kvjax.Model:
+    return toy_model(layers=2, windows=(None, 9), rope_fraction=0.5)
 
 
 @pytest.mark.parametrize(
@@ -26,16 +36,16 @@ EDITED = [d[:a] + n + d[b:] for d, a, b, n in zip(DOCUMENTS, START, STOP, NEW, s
 )
 def test_one_layer_knows_no_difference(method, atol):
     """Keys and values of the first layer depend on the token and its position alone: an edit equals reading anew."""
-    edited = kvjax.read(ONE, DOCUMENTS, method, headroom=40).edit(START, STOP, NEW)
-    anew = kvjax.read(ONE, EDITED, method, capacity=edited.cache.capacity)
+    edited = kvjax.read(make_one(), DOCUMENTS, method, headroom=40).edit(START, STOP, NEW)
+    anew = kvjax.read(make_one(), EDITED, method, capacity=edited.cache.capacity)
     np.testing.assert_allclose(edited.feed(QUESTIONS).last_logits, anew.feed(QUESTIONS).last_logits, atol=atol)
     assert edited.bytes == anew.bytes and edited.cache.length.tolist() == [len(d) for d in EDITED]
 
 
 def test_later_keys_are_turned_and_later_values_stay():
-    before = kvjax.read(TWO, DOCUMENTS, "full + in_windows", headroom=40)
+    before = kvjax.read(make_two(), DOCUMENTS, "full + in_windows", headroom=40)
     after = before.edit(START, STOP, NEW)
-    rope = TWO.config.kind(0).attention.rope
+    rope = make_two().config.kind(0).attention.rope
     for i in range(2):
         old, new = before.cache.layers[i], after.cache.layers[i]
         k, v, k_new, v_new = (np.asarray(memory.unpack(x))[0] for x in (old.k, old.v, new.k, new.v))
@@ -49,14 +59,14 @@ def test_later_keys_are_turned_and_later_values_stay():
 
 @pytest.mark.parametrize("method", ["full", "offload"])
 def test_the_same_tokens_at_the_same_place_change_nothing(method):
-    context = kvjax.read(TWO, DOCUMENTS, f"{method} + in_windows", headroom=40)
+    context = kvjax.read(make_two(), DOCUMENTS, f"{method} + in_windows", headroom=40)
     replaced_tokens = [d[a:b] for d, a, b in zip(DOCUMENTS, START, STOP, strict=True)]
     edited = context.edit(START, STOP, replaced_tokens)
     np.testing.assert_allclose(edited.feed(QUESTIONS).last_logits, context.feed(QUESTIONS).last_logits, atol=1e-5)
 
 
 def test_an_edit_at_the_end_is_a_crop_and_a_feed():
-    context = kvjax.read(TWO, DOCUMENTS, "full + in_windows", headroom=40)
+    context = kvjax.read(make_two(), DOCUMENTS, "full + in_windows", headroom=40)
     ends = [len(d) for d in DOCUMENTS]
     edited = context.edit(ends, ends, QUESTIONS).feed(QUESTIONS)
     np.testing.assert_allclose(edited.last_logits, context.feed(QUESTIONS).feed(QUESTIONS).last_logits, atol=1e-5)
@@ -67,10 +77,10 @@ def test_an_edit_at_the_end_is_a_crop_and_a_feed():
 
 
 def test_own_tokens_behind_a_shared_prefix_are_edited():
-    context = kvjax.read(ONE, DOCUMENTS[:1], "full", headroom=0).extend_prefix(DOCUMENTS[1:], headroom=40)
+    context = kvjax.read(make_one(), DOCUMENTS[:1], "full", headroom=0).extend_prefix(DOCUMENTS[1:], headroom=40)
     edited = context.edit([42, 40], [50, 41], [[1], [2, 3]])
     texts = [DOCUMENTS[0] + d for d in (DOCUMENTS[1][:2] + [1] + DOCUMENTS[1][10:], [2, 3] + DOCUMENTS[2][1:])]
-    anew = kvjax.read(ONE, texts, "full", headroom=40)
+    anew = kvjax.read(make_one(), texts, "full", headroom=40)
     np.testing.assert_allclose(edited.feed(QUESTIONS[1:]).last_logits, anew.feed(QUESTIONS[1:]).last_logits, atol=2e-5)
     with pytest.raises(IncompatibleMethod, match="in a shared prefix"):
         context.edit(39, 40, [[1], [1]])
@@ -86,7 +96,7 @@ def test_own_tokens_behind_a_shared_prefix_are_edited():
 )
 def test_a_method_that_cannot_be_edited_says_so(method, says):
     with pytest.raises(IncompatibleMethod, match=says):
-        kvjax.read(TWO, DOCUMENTS, f"{method} + in_windows", headroom=40).edit(1, 2, [[5]] * 3)
+        kvjax.read(make_two(), DOCUMENTS, f"{method} + in_windows", headroom=40).edit(1, 2, [[5]] * 3)
 
 
 @pytest.mark.parametrize(
@@ -101,4 +111,4 @@ def test_a_method_that_cannot_be_edited_says_so(method, says):
 )
 def test_bad_input_is_named(arguments, says):
     with pytest.raises(KvjaxError, match=says):
-        kvjax.read(TWO, DOCUMENTS, "full + in_windows", capacity=128).edit(*arguments)
+        kvjax.read(make_two(), DOCUMENTS, "full + in_windows", capacity=128).edit(*arguments)

@@ -37,14 +37,16 @@ def with_params(model: kvjax.Model, dtype=jnp.float32, **changes) -> kvjax.Model
     return dataclasses.replace(model, params=params, tokenizer=Tokenizer(vocab.tokenizer()))
 
 
+@functools.cache
 def large_in_float16() -> kvjax.Model:
     """A float16 model in whose last layer the MLP exceeds 65,504; its weights do not."""
     paths = {f"layer_{LAYERS - 1}/mlp/{name}/kernel": lambda x: x * 3e3 for name in ("up", "down")}
     return with_params(toy_model(layers=LAYERS, vocab_size=512), jnp.float16, **paths)
 
 
-BAD = large_in_float16()
-SOUND = with_params(BAD)
+@functools.cache
+def sound_in_float32() -> kvjax.Model:
+    return with_params(large_in_float16())
 
 
 @pytest.mark.parametrize(("path", "value"), [("layer_1/mlp/up/kernel", np.nan), ("embedding", np.inf)])
@@ -56,8 +58,8 @@ def test_weights_that_are_not_finite_are_named(path, value):
 
 def test_the_error_says_what_helps_and_how_to_find_the_layer():
     with pytest.raises(KvjaxError, match=r"float16 cannot hold .*; load .* dtype='bfloat16' .*find_layer\("):
-        kvjax.read(BAD, IDS, "full")
-    assert find_layer(BAD, IDS[0]) == LAYERS - 1 and find_layer(SOUND, IDS[0]) is None
+        kvjax.read(large_in_float16(), IDS, "full")
+    assert find_layer(large_in_float16(), IDS[0]) == LAYERS - 1 and find_layer(sound_in_float32(), IDS[0]) is None
 
 
 PROMPT_CALLS = {
@@ -71,7 +73,9 @@ PROMPT_CALLS = {
     "stream_text": lambda m: next(kvjax.stream_text(m, IDS[0], "full", max_new_tokens=2)),
     "score": lambda m: kvjax.score(m, IDS, [[6, 7], [8]], "full"),
     "speculate": lambda m: kvjax.speculative.speculate(m, IDS, "int4", max_new_tokens=2),
-    "speculate with a draft": lambda m: kvjax.speculative.speculate(SOUND, IDS, draft_model=m, max_new_tokens=2),
+    "speculate with a draft": lambda m: kvjax.speculative.speculate(
+        sound_in_float32(), IDS, draft_model=m, max_new_tokens=2
+    ),
     "read_exactly": lambda m: kvjax.reuse.read_exactly(m, IDS),
     "read_packed": lambda m: kvjax.reuse.read_packed(m, IDS, "full"),
     "read_batch": lambda m: kvjax.reuse.read_batch(m, [[1, 2, 3], [1, 2, 4]], least=2),
@@ -81,7 +85,7 @@ PROMPT_CALLS = {
 @pytest.mark.parametrize("name", PROMPT_CALLS)
 def test_every_call_with_prompts_raises(name):
     with pytest.raises(KvjaxError, match="are not finite: float16 cannot hold"):
-        PROMPT_CALLS[name](BAD)
+        PROMPT_CALLS[name](large_in_float16())
 
 
 # Token 9 alone makes the last MLP exceed float16, so that prompts of other tokens are sound.
@@ -211,9 +215,9 @@ def test_speculation_raises_for_the_verifier_and_for_the_draft():
 
 
 def test_a_context_that_was_saved_or_made_with_such_logits_answers_nothing(tmp_path):
-    context = kvjax.read(SOUND, IDS, "full", headroom=16)
+    context = kvjax.read(sound_in_float32(), IDS, "full", headroom=16)
     context = dataclasses.replace(context, last_logits=context.last_logits.at[1, 3].set(jnp.nan))
-    for each in (context, kvjax.resume(SOUND, context.save(tmp_path / "file")), context.take([1, 1])):
+    for each in (context, kvjax.resume(sound_in_float32(), context.save(tmp_path / "file")), context.take([1, 1])):
         with pytest.raises(KvjaxError, match="new tokens of sequence [01] are not finite"):
             each.generate(max_new_tokens=2)
         with pytest.raises(KvjaxError, match="before continuation [01] are not finite"):
@@ -233,18 +237,18 @@ def test_evaluations_and_explorations_end_with_the_error(tmp_path):
     spec = Spec(lengths=(64,), contexts=1, depths=1)
     for tasks in ("ppl", "niah"):
         with pytest.raises(KvjaxError, match=rf"full on {tasks}: the logits after prompt 0 are not finite"):
-            kvjax.eval.compare(BAD, ["full", "int4"], tasks, spec, progress=False)
+            kvjax.eval.compare(large_in_float16(), ["full", "int4"], tasks, spec, progress=False)
     with pytest.raises(KvjaxError, match="full on speed: the logits after prompt 0"):
-        evaluate(BAD, "full", [], Store(tmp_path, {}, []), batch=1, speed=[8], progress=None)
+        evaluate(large_in_float16(), "full", [], Store(tmp_path, {}, []), batch=1, speed=[8], progress=None)
     with pytest.raises(KvjaxError, match="after prompt 0 are not finite"):
-        explore(BAD, IDS[0], "full", 2)
+        explore(large_in_float16(), IDS[0], "full", 2)
     with pytest.raises(KvjaxError, match="after a token of answer 0 are not finite: float16 cannot hold"):
         explore(bad_in_decoding()[0], PROMPTS[0], "full", 6)
 
 
 def test_a_table_is_not_counted_on_such_numbers():
     with pytest.raises(KvjaxError, match="after prompt 0 are not finite"):
-        calibrate.count_arrays(BAD, "bases", IDS)
+        calibrate.count_arrays(large_in_float16(), "bases", IDS)
     large_keys = bad_at_a_token(layer=1)  # and a second layer that reads what the first one's MLP made
     second = large_keys.params["layer_1"]["mlp"]
     changes = {f"layer_0/mlp/{name}/kernel": lambda _, name=name: second[name]["kernel"] for name in ("gate", "up")}
@@ -254,7 +258,9 @@ def test_a_table_is_not_counted_on_such_numbers():
 
 
 def test_the_command_line_ends_with_the_error(tmp_path, capsys):
-    checkpoint.save(tmp_path / "bad", BAD.config, BAD.params, extra_files=vocab.tokenizer_files())
+    checkpoint.save(
+        tmp_path / "bad", large_in_float16().config, large_in_float16().params, extra_files=vocab.tokenizer_files()
+    )
     assert cli.main(["generate", "--model", str(tmp_path / "bad"), "--method", "full", "--prompt", "def"]) == 2
     assert "are not finite: float16 cannot hold" in capsys.readouterr().err
 
@@ -273,4 +279,6 @@ def test_two_devices_say_the_same():
 
 def test_sound_logits_pass():
     assert kvjax.generate(toy_model(), IDS, "full", max_new_tokens=2).tokens
-    assert not np.isfinite(functional.logits(BAD.params, jnp.asarray(IDS[:1]), BAD.config)).all()  # it stays pure
+    assert not np.isfinite(
+        functional.logits(large_in_float16().params, jnp.asarray(IDS[:1]), large_in_float16().config)
+    ).all()  # it stays pure

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 
@@ -18,7 +19,6 @@ from kvjax.generation import archive, save
 from kvjax.method_api import load_methods
 from kvjax.testing import toy_model
 
-MODEL = toy_model(layers=2)
 RNG = np.random.default_rng(0)
 DOCUMENTS = [RNG.integers(0, 97, n).tolist() for n in (40, 23)]
 QUESTIONS = [RNG.integers(0, 97, n).tolist() for n in (3, 5)]
@@ -32,10 +32,15 @@ METHODS = (
 )
 
 
+@functools.cache
+def make_model() -> kvjax.Model:
+    return toy_model(layers=2)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_it_answers_as_before(tmp_path, method):
-    context = kvjax.read(MODEL, DOCUMENTS, method, headroom=32)
-    resumed = kvjax.resume(MODEL, context.save(tmp_path / "context"))
+    context = kvjax.read(make_model(), DOCUMENTS, method, headroom=32)
+    resumed = kvjax.resume(make_model(), context.save(tmp_path / "context"))
     assert jax.tree.structure(resumed.cache) == jax.tree.structure(context.cache)
     for x, y in zip(jax.tree.leaves(resumed.cache), jax.tree.leaves(context.cache), strict=True):
         np.testing.assert_array_equal(x, y)
@@ -47,7 +52,7 @@ def test_it_answers_as_before(tmp_path, method):
 
 
 def test_sixteen_bits_come_back_bit_by_bit(tmp_path):
-    half = kvjax.random_model(MODEL.config, dtype=jnp.bfloat16)
+    half = kvjax.random_model(make_model().config, dtype=jnp.bfloat16)
     context = kvjax.read(half, DOCUMENTS, "offload", headroom=32).feed(QUESTIONS)
     resumed = kvjax.resume(half, context.save(tmp_path / "context"))
     for x, y in zip(jax.tree.leaves(resumed.cache), jax.tree.leaves(context.cache), strict=True):
@@ -56,24 +61,24 @@ def test_sixteen_bits_come_back_bit_by_bit(tmp_path):
 
 
 def test_another_model_or_method_is_refused(tmp_path):
-    path = kvjax.read(MODEL, DOCUMENTS, "snapkv:budget=16,window=4", headroom=32).save(tmp_path / "context")
+    path = kvjax.read(make_model(), DOCUMENTS, "snapkv:budget=16,window=4", headroom=32).save(tmp_path / "context")
     with pytest.raises(KvjaxError, match="another configuration or dtype than random; load that model"):
         kvjax.resume(toy_model(layers=3), path)
     with pytest.raises(KvjaxError, match="other weights than random; load that model"):
         kvjax.resume(toy_model(seed=1, layers=2), path)
     with pytest.raises(KvjaxError, match="saved under snapkv:budget=16,window=4 and not under full"):
-        kvjax.resume(MODEL, path, "full")
-    assert kvjax.resume(MODEL, path, kvjax.methods.snapkv(budget=16, window=4)).num_sequences == 2
+        kvjax.resume(make_model(), path, "full")
+    assert kvjax.resume(make_model(), path, kvjax.methods.snapkv(budget=16, window=4)).num_sequences == 2
 
 
 def test_a_method_without_a_string_has_to_be_passed(tmp_path):
     own = dataclasses.replace(kvjax.methods.kcache(n=8), device_layers=2)
-    path = kvjax.read(MODEL, DOCUMENTS, own, headroom=32).save(tmp_path / "context")
+    path = kvjax.read(make_model(), DOCUMENTS, own, headroom=32).save(tmp_path / "context")
     with pytest.raises(KvjaxError, match=r"Method\(.*which no string makes; pass it as method="):
-        kvjax.resume(MODEL, path)
+        kvjax.resume(make_model(), path)
     with pytest.raises(KvjaxError, match="and not under kcache:n=9"):
-        kvjax.resume(MODEL, path, "kcache:n=9")
-    assert kvjax.resume(MODEL, path, own).method == own
+        kvjax.resume(make_model(), path, "kcache:n=9")
+    assert kvjax.resume(make_model(), path, own).method == own
 
 
 OWN_METHOD_SOURCE = """
@@ -100,34 +105,36 @@ def test_a_method_of_ones_own_whose_code_has_changed_is_refused(tmp_path, clean_
     file = tmp_path / "own_of_a_saved_context.py"
     file.write_text(OWN_METHOD_SOURCE.format(sign="+"))
     load_methods(file)
-    path = kvjax.read(MODEL, DOCUMENTS, "own", headroom=32).save(tmp_path / "context")
-    assert kvjax.resume(MODEL, path).num_sequences == len(DOCUMENTS)
+    path = kvjax.read(make_model(), DOCUMENTS, "own", headroom=32).save(tmp_path / "context")
+    assert kvjax.resume(make_model(), path).num_sequences == len(DOCUMENTS)
     file.write_text(OWN_METHOD_SOURCE.format(sign="-"))
     load_methods(file)
     with pytest.raises(KvjaxError, match="when its code or values were others; read the documents again"):
-        kvjax.resume(MODEL, path)
+        kvjax.resume(make_model(), path)
 
 
 def test_what_is_no_saved_context_says_so(tmp_path):
-    path = kvjax.read(MODEL, DOCUMENTS, "full", headroom=32).save(tmp_path / "context")
+    path = kvjax.read(make_model(), DOCUMENTS, "full", headroom=32).save(tmp_path / "context")
     content = path.read_bytes()
     for damaged in (b"", b"no archive", content[: len(content) // 2]):
         path.write_bytes(damaged)
         with pytest.raises(KvjaxError, match=r"a damaged one \(File is not a zip file\); save it again"):
-            kvjax.resume(MODEL, path)
+            kvjax.resume(make_model(), path)
     for unreadable in (tmp_path / "none", tmp_path):
         with pytest.raises(
             KvjaxError, match=rf"cannot read {unreadable} \(.*directory\); give the path of a file that"
         ):
-            kvjax.resume(MODEL, unreadable)
+            kvjax.resume(make_model(), unreadable)
 
 
 def test_a_link_stays_and_what_is_no_file_is_refused(tmp_path):
-    context = kvjax.read(MODEL, DOCUMENTS, "full", headroom=32)
+    context = kvjax.read(make_model(), DOCUMENTS, "full", headroom=32)
     (tmp_path / "target").write_text("old")
     (tmp_path / "link").symlink_to(tmp_path / "target")
     context.save(tmp_path / "link")
-    assert (tmp_path / "link").is_symlink() and kvjax.resume(MODEL, tmp_path / "target").num_sequences == len(DOCUMENTS)
+    assert (tmp_path / "link").is_symlink() and kvjax.resume(make_model(), tmp_path / "target").num_sequences == len(
+        DOCUMENTS
+    )
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(KvjaxError, match="pipe, which is a device or pipe; give the path of a file"):
         context.save(tmp_path / "pipe")
@@ -139,4 +146,4 @@ def test_a_later_version_is_refused(tmp_path):
     with (tmp_path / "context").open("wb") as file:
         np.savez(file, **{archive.HEADER: np.frombuffer(json.dumps(header).encode(), np.uint8)})
     with pytest.raises(KvjaxError, match="version 4, and this kvjax reads version 3 of 'kvjax-context'"):
-        kvjax.resume(MODEL, tmp_path / "context")
+        kvjax.resume(make_model(), tmp_path / "context")

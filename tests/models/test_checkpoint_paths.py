@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 from importlib import resources
@@ -19,7 +20,6 @@ from kvjax.models import Config, checkpoint
 from kvjax.models.model import random_model
 from tests.fixtures import ROOT
 
-MODEL = random_model(Config.llama(16, 4, 1, 2, 1, 2, 4))
 ODD_NAMES = [
     *("a\\b", "a\\", "\\a", "a\\\\b", "..\\a", "a\\..\\b", ".\\.", "x.__lock", "x.__lock\\y", os.fsdecode(b"a\xffb")),
     *(
@@ -43,16 +43,21 @@ ODD_NAMES = [
 ]
 
 
+@functools.cache
+def make_model() -> kvjax.Model:
+    return random_model(Config.llama(16, 4, 1, 2, 1, 2, 4))
+
+
 def assert_is_model(loaded):
-    assert loaded.config == MODEL.config
-    np.testing.assert_array_equal(loaded.params["embedding"], MODEL.params["embedding"])
+    assert loaded.config == make_model().config
+    np.testing.assert_array_equal(loaded.params["embedding"], make_model().params["embedding"])
 
 
 @pytest.mark.parametrize("name", ODD_NAMES, ids=ascii)
 def test_a_checkpoint_lies_in_a_folder_of_any_name_and_nowhere_else(tmp_path, name):
     for where in (tmp_path / name, tmp_path / "plain" / name / "inner"):
-        checkpoint.save(where, MODEL.config, MODEL.params)
-        checkpoint.save(where, MODEL.config, MODEL.params, replace=True)
+        checkpoint.save(where, make_model().config, make_model().params)
+        checkpoint.save(where, make_model().config, make_model().params, replace=True)
         assert_is_model(kvjax.load(where))
         assert_is_model(kvjax.load(str(where)))
     (tmp_path / name).rename(tmp_path / "moved")
@@ -84,8 +89,8 @@ def test_a_checkpoint_loads_by_every_path_that_leads_to_it(tmp_path, monkeypatch
     work.mkdir()
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.chdir(work)
-    checkpoint.save("../home/./model", MODEL.config, MODEL.params)
-    checkpoint.save("~/sub/../second", MODEL.config, MODEL.params)
+    checkpoint.save("../home/./model", make_model().config, make_model().params)
+    checkpoint.save("~/sub/../second", make_model().config, make_model().params)
     (work / "link").symlink_to(home / "model")
     (work / "deep").symlink_to(home / "sub")
     paths = ["../home/model", "../home/model/", "../home//model", "./../home/sub/../model", "link", "link/", "./link"]
@@ -104,9 +109,9 @@ def test_a_checkpoint_loads_by_every_path_that_leads_to_it(tmp_path, monkeypatch
 def test_a_writer_finishes_where_it_began(tmp_path, monkeypatch):
     (tmp_path / "a").mkdir()
     monkeypatch.chdir(tmp_path / "a")
-    with checkpoint.Writer("out", MODEL.config, MODEL.dtype) as writer:
+    with checkpoint.Writer("out", make_model().config, make_model().dtype) as writer:
         monkeypatch.chdir(tmp_path)
-        for name, part in MODEL.params.items():
+        for name, part in make_model().params.items():
             writer.put(name, part)
     assert_is_model(kvjax.load("a/out"))
 
@@ -114,7 +119,7 @@ def test_a_writer_finishes_where_it_began(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["file", "file/inner", "x" * 300, "absent", "model/kvjax.json"])
 def test_what_is_no_folder_is_not_called_damaged(tmp_path, name):
     (tmp_path / "file").write_text("mine")
-    checkpoint.save(tmp_path / "model", MODEL.config, MODEL.params)
+    checkpoint.save(tmp_path / "model", make_model().config, make_model().params)
     for path in (tmp_path / name, str(tmp_path / name)):
         with pytest.raises(KvjaxError, match="checkpoint") as e:
             kvjax.load(path)
@@ -126,7 +131,7 @@ def test_what_is_no_folder_is_not_called_damaged(tmp_path, name):
 def test_where_no_checkpoint_can_be_written_it_says_so_before_the_work(tmp_path, name):
     (tmp_path / "file").write_text("mine")
     with pytest.raises(KvjaxError, match="cannot write |exists; choose another directory"):
-        checkpoint.Writer(tmp_path / name, MODEL.config, "float32").__enter__()
+        checkpoint.Writer(tmp_path / name, make_model().config, "float32").__enter__()
     with pytest.raises(KvjaxError, match="cannot write |exists; choose another directory"):
         convert(ROOT / "llama2", tmp_path / name)
     assert (tmp_path / "file").read_text() == "mine" and len(list(tmp_path.iterdir())) == 1
@@ -155,7 +160,7 @@ def test_a_file_in_the_place_of_a_source_is_named(tmp_path):
 
 
 def test_a_checkpoint_of_kvjax_is_not_converted_again(tmp_path):
-    checkpoint.save(tmp_path / "model", MODEL.config, MODEL.params)
+    checkpoint.save(tmp_path / "model", make_model().config, make_model().params)
     for read in (lambda x: convert(x, tmp_path / "out"), lambda x: check(x, ROOT / "llama2", compare_logits=False)):
         with pytest.raises(
             KvjaxError, match="is a kvjax checkpoint already; give the directory that holds config.json"
@@ -173,15 +178,15 @@ def test_weights_without_their_index_or_under_another_name_are_not_called_absent
 
 @pytest.mark.parametrize("name", ["a\\b", "a b#%?.npz", "日本", "~"])
 def test_a_context_is_saved_and_resumed_by_any_path(tmp_path, monkeypatch, name):
-    context = kvjax.read(MODEL, [[1, 2, 3]], "full", headroom=2)
+    context = kvjax.read(make_model(), [[1, 2, 3]], "full", headroom=2)
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "sub").mkdir()
     monkeypatch.chdir(tmp_path / "sub")
     for path in (f"../{name}", f"~/{name}", tmp_path / name, f"./{name}"):
         context.save(path)
-        assert kvjax.resume(MODEL, path).bytes == context.bytes
+        assert kvjax.resume(make_model(), path).bytes == context.bytes
         kvjax.cachegen.write(path, context)
-        assert kvjax.cachegen.read(MODEL, path).model is MODEL
+        assert kvjax.cachegen.read(make_model(), path).model is make_model()
     assert {p.name for p in tmp_path.iterdir()} == {"sub", name}
     assert [p.name for p in (tmp_path / "sub").iterdir()] == [name]
 
@@ -190,21 +195,21 @@ def test_a_context_that_is_not_there_is_not_called_damaged(tmp_path):
     for path in (tmp_path, tmp_path / "absent", tmp_path / ("x" * 300)):
         for read in (kvjax.resume, kvjax.cachegen.read):
             with pytest.raises(KvjaxError, match="cannot read .*; give the path of a file that was saved"):
-                read(MODEL, path)
+                read(make_model(), path)
 
 
 @pytest.mark.parametrize("path", [None, 5, b"model", ["model"], "a\0b"], ids=repr)
 def test_what_is_no_path_is_refused(path):
-    context = kvjax.read(MODEL, [[1, 2, 3]], "full", headroom=2)
+    context = kvjax.read(make_model(), [[1, 2, 3]], "full", headroom=2)
     calls = [
         lambda: kvjax.load(path),
-        lambda: checkpoint.save(path, MODEL.config, MODEL.params),
+        lambda: checkpoint.save(path, make_model().config, make_model().params),
         lambda: convert(path, "out"),
         lambda: convert(ROOT / "llama2", path),
         lambda: check(path, "out", compare_logits=False),
         lambda: describe(path),
         lambda: context.save(path),
-        lambda: kvjax.resume(MODEL, path),
+        lambda: kvjax.resume(make_model(), path),
         lambda: kvjax.cachegen.write(path, context),
     ]
     for call in calls:
@@ -213,7 +218,7 @@ def test_what_is_no_path_is_refused(path):
 
 
 def test_files_that_may_not_be_read_are_not_called_damaged(tmp_path, monkeypatch):
-    checkpoint.save(tmp_path / "model", MODEL.config, MODEL.params)
+    checkpoint.save(tmp_path / "model", make_model().config, make_model().params)
 
     def refuse(*args, **more):
         raise ValueError("PERMISSION_DENIED: Error opening local file")

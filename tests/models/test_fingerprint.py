@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +17,12 @@ from kvjax.models.model import Model
 from kvjax.models.sharding import param_shardings
 from kvjax.testing import toy_model
 
-MODEL = toy_model(layers=2, vocab_size=96)
 RNG = np.random.default_rng(0)
+
+
+@functools.cache
+def make_model() -> Model:
+    return toy_model(layers=2, vocab_size=96)
 
 
 def changed(path: str, change) -> Model:
@@ -26,7 +31,7 @@ def changed(path: str, change) -> Model:
     def visit(at, x):
         return change(x) if jax.tree_util.keystr(at, simple=True, separator="/") == path else x
 
-    return dataclasses.replace(MODEL, params=jax.tree_util.tree_map_with_path(visit, MODEL.params))
+    return dataclasses.replace(make_model(), params=jax.tree_util.tree_map_with_path(visit, make_model().params))
 
 
 UP = "layer_1/mlp/up/kernel"
@@ -50,25 +55,25 @@ UP = "layer_1/mlp/up/kernel"
     ],
 )
 def test_any_change_of_any_number_shows(path, change):
-    assert changed(path, change).fingerprint != MODEL.fingerprint
+    assert changed(path, change).fingerprint != make_model().fingerprint
 
 
 def test_parameters_that_change_places_show():
-    params = dict(MODEL.params)
+    params = dict(make_model().params)
     params["layer_0"], params["layer_1"] = params["layer_1"], params["layer_0"]
-    assert dataclasses.replace(MODEL, params=params).fingerprint != MODEL.fingerprint
-    renamed = {"other" if name == "final_norm" else name: x for name, x in MODEL.params.items()}
-    assert fingerprints.fingerprint(renamed) != MODEL.fingerprint
+    assert dataclasses.replace(make_model(), params=params).fingerprint != make_model().fingerprint
+    renamed = {"other" if name == "final_norm" else name: x for name, x in make_model().params.items()}
+    assert fingerprints.fingerprint(renamed) != make_model().fingerprint
 
 
 def test_equal_numbers_are_equal_wherever_they_lie():
-    assert toy_model(layers=2, vocab_size=96).fingerprint == MODEL.fingerprint
-    in_numpy = jax.tree.map(np.asarray, MODEL.params)
-    assert dataclasses.replace(MODEL, params=in_numpy).fingerprint == MODEL.fingerprint
+    assert toy_model(layers=2, vocab_size=96).fingerprint == make_model().fingerprint
+    in_numpy = jax.tree.map(np.asarray, make_model().params)
+    assert dataclasses.replace(make_model(), params=in_numpy).fingerprint == make_model().fingerprint
     for shape in ((2, 2), (4, 1)):
         mesh = Mesh(np.array(jax.devices()[:4]).reshape(shape), ("data", "model"))
-        params = jax.device_put(MODEL.params, param_shardings(MODEL.config, mesh))
-        assert dataclasses.replace(MODEL, params=params, mesh=mesh).fingerprint == MODEL.fingerprint
+        params = jax.device_put(make_model().params, param_shardings(make_model().config, mesh))
+        assert dataclasses.replace(make_model(), params=params, mesh=mesh).fingerprint == make_model().fingerprint
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8", "uint8"])
@@ -109,7 +114,7 @@ def test_it_is_computed_once_and_again_where_the_arrays_are_others(monkeypatch):
 
 
 def test_numpy_parameters_that_are_changed_in_place_show():
-    model = dataclasses.replace(MODEL, params=jax.tree.map(np.array, MODEL.params))
-    assert model.fingerprint == MODEL.fingerprint
+    model = dataclasses.replace(make_model(), params=jax.tree.map(np.array, make_model().params))
+    assert model.fingerprint == make_model().fingerprint
     model.params["embedding"][60, 3] += 1
-    assert model.fingerprint != MODEL.fingerprint
+    assert model.fingerprint != make_model().fingerprint

@@ -5,6 +5,8 @@ A-shape prompt attention in NumPy, float64 (arXiv 2407.02490, section 3): one se
 
 from __future__ import annotations
 
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,6 +18,11 @@ from kvjax.engine.positions import token_positions
 from kvjax.methods.a_shape import AShape
 from kvjax.models.decoder import Decoder
 from kvjax.testing import toy_model
+
+
+@functools.cache
+def make_model() -> kvjax.Model:
+    return toy_model(layers=2)
 
 
 def visible_tokens(t: int, sinks: int, recent: int) -> list[int]:
@@ -99,7 +106,6 @@ def test_the_few_queries_of_a_last_layer_read_by_the_same_mask():
     np.testing.assert_allclose(actual[1, :, :, 1], expected[1][:, :, 4], atol=1e-6)
 
 
-MODEL = toy_model(layers=2)
 PROMPTS = [[5, 9, 2, 44, 8, 13, 21, 60, 3, 31, 77], [7, 3, 90, 14], [6]]
 METHOD = "a_shape:sinks=1,recent=3"
 
@@ -119,8 +125,8 @@ def masked_logits(tokens: list[int], reads_all_from: int | None = None) -> np.nd
         return jnp.einsum("bkgts,bksh->bkgth", p / p.sum(-1, keepdims=True), v), None
 
     tokens = jnp.asarray([tokens], jnp.int32)
-    decoder, pos = Decoder(MODEL.config, jnp.float32), token_positions(tokens)
-    out = decoder.apply({"params": MODEL.params}, tokens, pos, attend, method=Decoder.logits)[0]
+    decoder, pos = Decoder(make_model().config, jnp.float32), token_positions(tokens)
+    out = decoder.apply({"params": make_model().params}, tokens, pos, attend, method=Decoder.logits)[0]
     return np.asarray(out[0])
 
 
@@ -128,21 +134,21 @@ def masked_logits(tokens: list[int], reads_all_from: int | None = None) -> np.nd
     ("more_methods", "chunk"), [("", None), ("", 4), (" + snapkv:budget=40,window=2,kernel=1", None)]
 )
 def test_a_prompt_of_a_model_is_read_by_the_pattern(more_methods, chunk):
-    out, _ = kvjax.prefill(MODEL, PROMPTS, METHOD + more_methods, chunk=chunk)
+    out, _ = kvjax.prefill(make_model(), PROMPTS, METHOD + more_methods, chunk=chunk)
     for actual, prompt in zip(np.asarray(out), PROMPTS, strict=True):
         np.testing.assert_allclose(actual, masked_logits(prompt)[-1], atol=2e-5)
 
 
 def test_decoding_reads_everything():
     more = [[4, 8, 15], [16, 23, 42], [1, 2, 3]]
-    _, cache = kvjax.prefill(MODEL, PROMPTS, METHOD, capacity=32)
-    out, cache = kvjax.extend(MODEL, more, cache)
+    _, cache = kvjax.prefill(make_model(), PROMPTS, METHOD, capacity=32)
+    out, cache = kvjax.extend(make_model(), more, cache)
     for b, (prompt, after) in enumerate(zip(PROMPTS, more, strict=True)):
         np.testing.assert_allclose(out[b], masked_logits(prompt + after, len(prompt))[len(prompt) :], atol=2e-5)
     assert [len(x) for x in (heads[0] for heads in kvjax.kept_positions(cache)[0])] == [14, 7, 4]
 
 
 def test_a_window_that_holds_the_prompt_is_exact():
-    exact, _ = kvjax.prefill(MODEL, PROMPTS, "full")
-    wide, _ = kvjax.prefill(MODEL, PROMPTS, "a_shape:sinks=0,recent=11")
+    exact, _ = kvjax.prefill(make_model(), PROMPTS, "full")
+    wide, _ = kvjax.prefill(make_model(), PROMPTS, "a_shape:sinks=0,recent=11")
     np.testing.assert_allclose(wide, exact, atol=1e-5)

@@ -31,6 +31,11 @@ from kvjax.reuse.full_kv import FullKV, read_exactly
 from kvjax.testing import dense_attention, toy_model
 
 
+@functools.cache
+def make_model() -> kvjax.Model:
+    return toy_model(layers=4)
+
+
 def angle(a, b) -> float:
     """The angle between two vectors."""
     return float(np.arccos(np.clip(a @ b / (np.linalg.norm(a) * np.linalg.norm(b)), -1, 1)))
@@ -66,7 +71,6 @@ def merge_layers(lower, upper, fraction: float, t: float) -> list[tuple[np.ndarr
     return list(zip(keys, values, strict=True))
 
 
-MODEL = toy_model(layers=4)
 LOWER, UPPER = 2, 3
 PROMPTS = [list(range(1, 22)), [7], [5, 3, 1, 60, 61, 62, 63]]
 LENGTHS = np.array([len(row) for row in PROMPTS])
@@ -75,7 +79,7 @@ CAPACITY, STEPS = 64, 3
 
 @functools.cache
 def full_kv() -> FullKV:
-    return read_exactly(MODEL, PROMPTS)
+    return read_exactly(make_model(), PROMPTS)
 
 
 @functools.cache
@@ -90,7 +94,7 @@ def prefill_cache(method: str) -> Cache:
 @functools.cache
 def decoded_tokens() -> list[tuple[jax.Array, KVBlock]]:
     """Queries, keys and values of the decoded tokens, by layer."""
-    rng, c = np.random.default_rng(0), MODEL.config
+    rng, c = np.random.default_rng(0), make_model().config
     pos = jnp.asarray(LENGTHS[:, None] + np.arange(STEPS)[None], jnp.int32)[:, None]
     tokens = []
     a = c.kind(0).attention
@@ -135,7 +139,7 @@ def test_both_layers_of_a_pair_read_what_the_oracle_holds(share):
     for i, (q, block) in enumerate(new):
         np.testing.assert_allclose(np.concatenate([out[i] for out in singles], 3), chunk[i], atol=2e-6)
         for b, n in enumerate(LENGTHS):
-            for head in range(MODEL.config.kind(0).attention.kv_heads):
+            for head in range(make_model().config.kind(0).attention.kv_heads):
                 merged = merge_layers(head_tokens(LOWER, b, head), head_tokens(UPPER, b, head), share, 0.6)[i]
                 k, v = (np.concatenate([x, y[b, head]]) for x, y in zip(merged, (block.k, block.v), strict=True))
                 expected = dense_attention(np.asarray(q[b, head]), k[None], v[None], n + np.arange(STEPS))
@@ -150,7 +154,7 @@ def test_a_pair_keeps_the_same_tokens_exactly_and_every_position_once():
     assert upper.side_store.k is None and upper.side_store.v is None
     positions = np.asarray(cache.plan[LOWER].positions(lower))
     for b, n in enumerate(LENGTHS):
-        for head in range(MODEL.config.kind(0).attention.kv_heads):
+        for head in range(make_model().config.kind(0).attention.kv_heads):
             retained = retained_tokens(head_tokens(LOWER, b, head)[0], head_tokens(UPPER, b, head)[0], 0.2)
             assert [p for p in np.asarray(lower.pos[b, head]).tolist() if p >= 0] == retained
             assert sorted(p for p in positions[b, head].tolist() if p >= 0) == list(range(n))
@@ -220,8 +224,8 @@ def test_the_angle_is_the_same_whichever_layer_asks():
 
 def test_bytes_are_the_planned_ones_and_below_those_of_full():
     cache = prefill_cache("minicache:share=0.2")
-    sizes = {"capacity": CAPACITY, "batch": 3, "dtype": MODEL.dtype}
-    planned = kvjax.planned_bytes("minicache:share=0.2", MODEL.config, int(LENGTHS.max()), **sizes)
+    sizes = {"capacity": CAPACITY, "batch": 3, "dtype": make_model().dtype}
+    planned = kvjax.planned_bytes("minicache:share=0.2", make_model().config, int(LENGTHS.max()), **sizes)
     assert array_bytes(cache) == planned.total
     config = Config.llama(2, 8, layers=4, heads=2, kv_heads=2, head_dim=128, mlp_width=8)
     full, pairs = (kvjax.planned_bytes(m, config, 4000, dtype="bfloat16").held["device"] for m in ("full", "minicache"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import json
@@ -18,7 +19,10 @@ from kvjax.generation import archive, save
 from kvjax.testing import toy_model
 from kvjax.utils.files import check_output, make_folder
 
-MODEL = toy_model(layers=1)
+
+@functools.cache
+def make_model() -> kvjax.Model:
+    return toy_model(layers=1)
 
 
 @pytest.fixture(autouse=True)
@@ -114,13 +118,13 @@ def test_calibrate_says_so_before_it_counts(tmp_path):
     (tmp_path / "file").write_text("mine")
     for out in (tmp_path / "file" / "out", tmp_path / "none" / "out"):
         with pytest.raises(KvjaxError, match="there is no folder .* to write out into; make it first"):
-            calibrate.calibrate(MODEL, "bases", out, [[1, 2]])
+            calibrate.calibrate(make_model(), "bases", out, [[1, 2]])
     with pytest.raises(KvjaxError, match="too long"):
-        calibrate.calibrate(MODEL, "bases", tmp_path / ("a" * 300), [[1, 2, 3, 4]])
+        calibrate.calibrate(make_model(), "bases", tmp_path / ("a" * 300), [[1, 2, 3, 4]])
 
 
 def test_a_context_leaves_nothing_where_it_cannot_be_saved(tmp_path, monkeypatch):
-    context = kvjax.read(MODEL, [[1, 2, 3]], "full", headroom=8)
+    context = kvjax.read(make_model(), [[1, 2, 3]], "full", headroom=8)
     (tmp_path / "file").write_text("mine")
     for out in (tmp_path / "file" / "out", tmp_path / ("a" * 300), tmp_path / "none" / "out"):
         with pytest.raises(KvjaxError, match="cannot write"):
@@ -144,7 +148,7 @@ def write_header(path, header, seal=None):
 
 
 def test_a_saved_context_whose_header_was_edited_is_refused(tmp_path):
-    path = kvjax.read(MODEL, [[1, 2, 3]], "full", headroom=8).save(tmp_path / "out")
+    path = kvjax.read(make_model(), [[1, 2, 3]], "full", headroom=8).save(tmp_path / "out")
     with np.load(path) as arrays:
         entries = dict(arrays)
     header = json.loads(entries[archive.HEADER].tobytes())
@@ -152,7 +156,7 @@ def test_a_saved_context_whose_header_was_edited_is_refused(tmp_path):
     with path.open("wb") as file:
         np.savez(file, **entries | {archive.HEADER: np.frombuffer(edited, np.uint8)})
     with pytest.raises(KvjaxError, match="a damaged one .its header is not what was written.; save it again"):
-        kvjax.resume(MODEL, path)
+        kvjax.resume(make_model(), path)
 
 
 @pytest.mark.parametrize("capacity", [None, "8", [8]])
@@ -160,12 +164,12 @@ def test_a_saved_context_that_says_nothing_usable_is_refused(tmp_path, capacity)
     path = tmp_path / "out"
     write_header(path, b"[" * 100_000 + b"]" * 100_000)
     with pytest.raises(KvjaxError, match="is no file of the format .*, or a damaged one .*recursion"):
-        kvjax.resume(MODEL, path)
-    kvjax.read(MODEL, [[1, 2, 3]], "full", headroom=8).save(path)
+        kvjax.resume(make_model(), path)
+    kvjax.read(make_model(), [[1, 2, 3]], "full", headroom=8).save(path)
     with np.load(path) as arrays:
         header = json.loads(arrays[archive.HEADER].tobytes())
     header |= {"capacity": capacity, "arrays": {}}
     write_header(path, json.dumps({k: x for k, x in header.items() if x is not None}).encode())
     with pytest.raises(KvjaxError, match="is no file of the format .*, or a damaged one .*capacity"):
-        kvjax.resume(MODEL, path)
+        kvjax.resume(make_model(), path)
     assert set(save.FORMAT.fields) <= header.keys()

@@ -90,7 +90,7 @@ def test_what_cannot_be_planned_for_is_refused_by_name():
         read_config_json({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "deepseek", "config.json")
     with pytest.raises(KvjaxError, match="config.json has no num_hidden_layers"):
         read_config_json({"hidden_size": 64, "num_attention_heads": 4}, "x", "config.json")
-    with pytest.raises(KvjaxError, match=r"unknown hardware 'h100x8'; did you mean 'h100'.*a100-40.*v6e.*--mesh 1x8"):
+    with pytest.raises(KvjaxError, match=r"unknown hardware 'h100x8'; did you mean 'h100'.*a100-40.*v7x.*--mesh 1x8"):
         find_hardware("h100x8")
 
 

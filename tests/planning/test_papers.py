@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -12,6 +13,7 @@ import kvjax
 from experiments.gpu.models import SHAPES
 from experiments.papers.kcache import table3 as kcache
 from experiments.papers.specache import table1, table3
+from kvjax.planning import device_bytes
 from kvjax.planning.device_bytes import RESERVED, Setting, count_device_bytes
 from kvjax.planning.hardware import GB, GIB, Hardware, find_hardware
 from kvjax.planning.models import PlannedModel
@@ -59,12 +61,17 @@ def test_batches_of_specache_table_3_fit_and_grow_alike(context):
 def test_batches_of_kcache_table_3_fit_and_its_speeds_are_below_the_bound(tokens, batch):
     """All of its out-of-memory errors, and no other; no speed is above the bound, or far below it.
 
-    One error, of five sequences of 15,360 tokens, is 0.3% over the memory that the plan lets programs use.
+    The paper's engine runs an MLP over all tokens at once. kvjax, which takes blocks of them, reads five sequences of
+    15,360 tokens: in the paper they are out of memory, by 0.1% of what the plan lets programs use.
     """
     on = setting(LLAMA_2, PAPERS_GPU, kcache.OUTPUT_TOKENS, RESERVED)
     for method, paper in zip(kcache.methods(kcache.SIZES, 1), kcache.PAPER[tokens, batch], strict=True):
         needed = count_device_bytes(on, kvjax.parse(method), tokens, batch)
-        assert (needed.peak <= on.usable_bytes) == (paper is not None)
+        with mock.patch.object(device_bytes, "BLOCK_TOKENS", tokens):
+            at_once = count_device_bytes(on, kvjax.parse(method), tokens, batch)
+        assert (at_once.peak <= on.usable_bytes) == (paper is not None)
+        reads_in_blocks = (tokens, batch) == (15_360, 5) or paper is not None
+        assert (needed.peak <= on.usable_bytes) == reads_in_blocks
         if paper is not None:
             # The context grows by the answer; a step of the mean length stands for all.
             mean_context = tokens + kcache.OUTPUT_TOKENS // 2

@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 
 import kvjax
 from kvjax import cli
+from kvjax.cache.protocol import num_layer_slots
 from kvjax.core import memory
 from kvjax.core.rope import Rope
 from kvjax.engine.forward import Target, apply_layer, layer_calls
@@ -30,6 +31,7 @@ from kvjax.models.model import Model
 from kvjax.models.sharding import abstract_params, param_shardings
 from kvjax.planning.device_bytes import RESERVED, Setting, count_device_bytes
 from kvjax.planning.hardware import CATALOGUE, Hardware, find_hardware
+from kvjax.planning.live_bytes import count_live_bytes
 from kvjax.planning.models import PlannedModel, find_model
 from kvjax.planning.plan import PlanRow, find_largest_context, plan
 from kvjax.planning.traced_layers import MAX_TRACED_LAYERS, trace_layers
@@ -77,38 +79,67 @@ def test_bytes_are_those_of_the_shards_on_a_device(mesh):
         assert (need.host > 0) == method.startswith("kcache")
 
 
-def test_reading_a_prompt_takes_what_the_compiler_reports_for_a_layer():
-    """Temporary bytes, results and the input of a compiled layer, against the peak planned beside the weights."""
-    config = kvjax.Config.llama(96, 256, 1, heads=4, kv_heads=4, head_dim=64, mlp_width=1024)
-    tokens, params = 1024, nn.unbox(abstract_params(dataclasses.replace(config, vocab_size=8), jnp.float32))
-    for method in ("full", "int8"):
-        layers = bind(method, config)
-        calls = layer_calls(layers, config, (layers[0].num_slots(tokens, 0),))
-        hidden = jax.ShapeDtypeStruct((1, tokens, config.width), jnp.float32)
-        angles = ((jax.ShapeDtypeStruct((1, tokens, 32), jnp.float32),) * 2,)
-        lengths: Any = jax.ShapeDtypeStruct((1,), jnp.int32)
-        mode = FullPrefill(lengths, tokens, None)
-        layer = jax.jit(apply_layer, static_argnames=("call", "target"))
-        arguments = (params["layer_0"], hidden, angles, mode, None, None)
-        report: Any = layer.lower(*arguments, call=calls[0], target=Target(config)).compile().memory_analysis()
-        real = report.temp_size_in_bytes + report.output_size_in_bytes + hidden.size * 4
-        setting = Setting(PlannedModel("x", config, "tests"), DEVICE, (1, 1), "float32", 0, None, 0.0)
-        planned = count_device_bytes(setting, kvjax.parse(method), tokens, 1).prefill
-        assert 0.8 < planned / real < 1.25
+def measure_reading(method: str, config: Config, tokens: int) -> tuple[int, int]:
+    """Bytes of reading a prompt in a model of one layer: planned, and as this CPU's compiler reports them."""
+    setting = Setting(PlannedModel("x", config, "tests"), DEVICE, (1, 1), "float32", 0, None, 0.0)
+    planned = count_device_bytes(setting, kvjax.parse(method), tokens, 1).prefill
+    params = nn.unbox(abstract_params(dataclasses.replace(config, vocab_size=8), jnp.float32))
+    layers = bind(method, config)
+    (call,) = layer_calls(layers, config, (num_layer_slots(layers[0], (tokens,), tokens),))
+    hidden = jax.ShapeDtypeStruct((1, tokens, config.width), jnp.float32)
+    angles = ((jax.ShapeDtypeStruct((1, tokens, config.ropes[0].dim // 2), jnp.float32),) * 2,)
+    lengths: Any = jax.ShapeDtypeStruct((1,), jnp.int32)
+    mode = FullPrefill(lengths, tokens, None)
+    layer = jax.jit(apply_layer, static_argnames=("call", "target"), donate_argnames="hidden")
+    arguments = (params["layer_0"], hidden, angles, mode, None, None)
+    report: Any = layer.lower(*arguments, call=call, target=Target(config)).compile().memory_analysis()
+    angle_bytes = sum(x.size * 4 for x in angles[0])
+    return planned, report.temp_size_in_bytes + report.output_size_in_bytes + angle_bytes
 
 
-def test_prompts_read_in_chunks_and_shared_budgets_hold_the_exact_cache_of_all_layers():
+@pytest.mark.parametrize("method", ["full", "int8", "kivi:bits=2", "snapkv:budget=25%", "streaming_llm:recent=252"])
+def test_reading_a_prompt_takes_what_the_compiler_reports_for_a_layer(method):
+    """Temporary bytes and results of a compiled layer that is given its hidden vectors.
+
+    The plan is for GPUs, whose compiler makes a layer's state before its MLP runs. This CPU's runs the MLP first,
+    beside the exact keys and values, where a method makes its state of all of them.
+    """
+    config, tokens = kvjax.Config.llama(96, 256, 1, heads=4, kv_heads=4, head_dim=64, mlp_width=1024), 4096
+    planned, real = measure_reading(method, config, tokens)
+    keys_and_values = 2 * 4 * tokens * 256
+    waiting = 0 if method in ("full", "streaming_llm:recent=252") else keys_and_values
+    assert 1 <= (planned + waiting) / real and planned / real < 1.15
+
+
+def test_live_bytes_are_those_that_a_program_has_to_write():
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+
+    def live(f: Any, num_arguments: int = 0) -> int:
+        return count_live_bytes(jax.make_jaxpr(f)(x).jaxpr, num_arguments) // x.dtype.itemsize // 64**2
+
+    assert live(lambda x: jnp.where(x > 0, 2 * x, 0) + 1) == 0  # computed where it is read
+    assert live(lambda x: x @ x) == 0  # a result
+    assert live(lambda x: (x @ x) @ x) == 1
+    assert live(lambda x: (2 * x) @ x) == 1  # an operand is written
+    assert live(lambda x: x + 1, 1) == 1
+    assert live(lambda x: jnp.pad(x, 0).reshape(4096), 1) == 0  # the argument is the result
+    assert live(lambda x: jnp.sort(x) + jnp.sort(-x)) == 2  # one of three is replaced by the result
+    assert live(lambda x: (jnp.sort(x) + jnp.sort(-x)) @ x) == 3  # both operands and their sum
+
+
+def test_exact_prompts_are_held_of_one_layer_or_of_all_on_device_or_host():
     llama = find_model("llama-3.1-8b")
     need = functools.partial(count_device_bytes, context=65_536, batch=1)
     exact = 2 * 32 * 8 * 128 * 65_536 * 2  # 8.6 GB
     at_once = Setting(llama, find_hardware("h100"), (1, 1), "bfloat16", 0, None, RESERVED)
     chunked = dataclasses.replace(at_once, chunk=1024)
+    through_host = dataclasses.replace(at_once, prompt_memory="host")
     snapkv, cake = kvjax.parse("snapkv:budget=1024"), kvjax.parse("cake:budget=1024")
-    assert need(at_once, cake).prefill > exact
-    assert need(chunked, snapkv).prefill > exact
-    assert need(at_once, snapkv).prefill < exact
-    # Activations of one chunk are those of fewer tokens.
-    assert need(chunked, cake).prefill < exact + 5e8 < need(at_once, cake).prefill
+    assert need(at_once, cake).prefill > need(chunked, cake).prefill > exact
+    assert need(chunked, snapkv).prefill < need(at_once, snapkv).prefill < exact / 2
+    assert need(through_host, cake).prefill < exact / 3
+    assert exact <= need(through_host, cake).host < 1.1 * exact
+    assert need(through_host, snapkv) == need(at_once, snapkv)
 
 
 def fits(p: PlanRow) -> bool:
@@ -212,6 +243,7 @@ def test_the_command_prints_a_table_json_and_a_plot(tmp_path, capsys):
         "--method full;int8 --batch 4 --mesh 2x1",
         "--method offload --host-gb 0 --memory-gb 40",
         "--method snapkv:budget=3000,window=8 --room 64",
+        "--method turned_queries:budget=25% --memory-gb 0.5",
         "--method full --memory-gb 0.01 --bandwidth 900",
     ],
 )
@@ -231,9 +263,8 @@ def test_where_no_method_fits_the_nearest_is_named_and_its_remedies_work(options
         assert note.startswith(f"{context:,} tokens: 0 of {len(own)} method")
         nearest = own[re.search(r"the nearest is (.*?), [\d.,]+ (?:GB|MB|bytes) over", note)[1]]  # type: ignore[index]
         assert ("up to" in note) == bool(nearest["largest_context"])
-        remedies = re.findall(
-            r"--(?:context|batch|chunk|mesh) \d+\S*?(?=[),]| |$)|(?:--(?:memory|host)-gb [\d.]+ ?)+", note
-        )
+        flags = "context|batch|chunk|mesh|prompt-memory|memory-gb|host-gb"
+        remedies = re.findall(rf"(?:--(?:{flags}) [\w.]*\w ?)+", note)
         assert any("-gb" in remedy for remedy in remedies)
         for remedy in remedies:
             at = [] if "--context" in remedy else ["--context", str(context)]
@@ -281,14 +312,8 @@ def test_layers_on_a_line_are_planned_as_if_all_were_traced():
         assert reads == kvjax.step_bytes(method, config, 512, batch=2, dtype="float32")
 
 
-def test_a_prompt_passes_the_chosen_experts_and_the_shared_one():
-    def bytes_of_reading(experts: Experts) -> int:
-        kind = LayerKind(AttentionKind(4, 2, 16, Rope(16)), MlpKind(512, experts=experts))
-        model = PlannedModel("experts", Config(64, 64, (kind,), (0,), max_positions=4096), "of the tests")
-        setting = Setting(model, find_hardware("l4"), dtype="float32")
-        return count_device_bytes(setting, kvjax.parse("full"), 1024, 1).prefill
-
-    alone = bytes_of_reading(Experts(8, 2))
-    # Gate, values and their product of each further channel, for 1,024 tokens in float32.
-    assert bytes_of_reading(Experts(8, 3)) - alone == 3 * 1024 * 512 * 4
-    assert bytes_of_reading(Experts(8, 2, shared_width=256)) - alone == 3 * 1024 * 256 * 4
+@pytest.mark.parametrize("experts", [Experts(8, 2), Experts(8, 3), Experts(8, 1, shared_width=2048)])
+def test_reading_a_prompt_takes_what_the_compiler_reports_for_a_layer_of_experts(experts):
+    kind = LayerKind(AttentionKind(4, 2, 16, Rope(16)), MlpKind(512, experts=experts))
+    planned, real = measure_reading("full", Config(64, 64, (kind,), (0,), max_positions=4096), 1024)
+    assert 1 <= planned / real < 1.15

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import re
 import sys
@@ -14,12 +15,12 @@ from kvjax import method_api as kv
 from kvjax.engine.plan import bind
 from kvjax.errors import KvjaxError
 from kvjax.generation.memory_plan import planned_bytes
+from kvjax.models.model import Model
 from kvjax.registry.loading import load_all
 from kvjax.registry.strings import parse
 from kvjax.testing import toy_model
 from kvjax.utils.parameter_types import PositiveInt, check_fields
 
-MODEL = toy_model(layers=1)
 METHODS = sorted(load_all())
 VALUES = {
     int: ("-1", "0", "1", "2", "100000", "1073741824"),
@@ -30,6 +31,11 @@ VALUES = {
 BUDGETS = ("-1", "0", "1", "2", "0%", "200%", "100000", "nonsense")
 
 
+@functools.cache
+def make_model() -> Model:
+    return toy_model(layers=1)
+
+
 def find_errors(name: str) -> dict[str, str]:
     """The errors of a method's strings with one strange value each, by string."""
     errors = {}
@@ -37,9 +43,9 @@ def find_errors(name: str) -> dict[str, str]:
         for value in VALUES.get(parameter.annotation, BUDGETS):
             string = f"{name}:{key}={value}"
             try:
-                bind(string, MODEL.config)
+                bind(string, make_model().config)
                 if key == "budget":  # what a prompt shows first; other parameters take too long for all methods
-                    planned_bytes(string, MODEL, 64)
+                    planned_bytes(string, make_model(), 64)
             except KvjaxError as e:
                 errors[string] = str(e)
     return errors
@@ -92,7 +98,7 @@ def test_every_kind_of_parameter_is_tried():
 )
 def test_given_values(string, says):
     with pytest.raises(KvjaxError) as e:
-        planned_bytes(string, MODEL, 64)
+        planned_bytes(string, make_model(), 64)
     assert re.search(says, str(e.value)), e.value
     assert not re.search("Selection|Uniform|WindowAttention|recents", str(e.value))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -11,7 +13,6 @@ from kvjax.reuse.cacheblend import blend
 from kvjax.reuse.chunk_layout import Span, layout_chunks, recompute
 from kvjax.testing import toy_model
 
-MODEL = toy_model(windows=(None, None, 9))
 RNG = np.random.default_rng(0)
 CHUNKS = [RNG.integers(0, 97, n).tolist() for n in (12, 20, 7)]
 QUESTIONS = [RNG.integers(0, 97, n).tolist() for n in (4, 2)]
@@ -19,14 +20,19 @@ ORDER = [[0, 2, 1], [1]]
 WHOLE = [[t for c in row for t in CHUNKS[c]] + q for row, q in zip(ORDER, QUESTIONS, strict=True)]
 
 
+@functools.cache
+def make_model() -> kvjax.Model:
+    return toy_model(windows=(None, None, 9))
+
+
 @pytest.fixture(scope="module")
 def chunks():
-    return kvjax.reuse.read_exactly(MODEL, CHUNKS)
+    return kvjax.reuse.read_exactly(make_model(), CHUNKS)
 
 
 @pytest.fixture(scope="module")
 def whole_text():
-    return kvjax.reuse.read_exactly(MODEL, WHOLE)
+    return kvjax.reuse.read_exactly(make_model(), WHOLE)
 
 
 def keys_and_values(exact, layer: int, sequence: int) -> tuple[np.ndarray, np.ndarray]:

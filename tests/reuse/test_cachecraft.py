@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -12,16 +14,20 @@ from kvjax.reuse.chunk_layout import Span
 from kvjax.testing import toy_model
 from tests.oracles import cachecraft as oracle
 
-MODEL = toy_model(layers=2)
 RNG = np.random.default_rng(0)
 A, B, C, D = (tuple(RNG.integers(0, 97, n).tolist()) for n in (9, 14, 6, 11))
 QUESTION = [5, 6, 7]
 
 
+@functools.cache
+def make_model() -> kvjax.Model:
+    return toy_model(layers=2)
+
+
 @pytest.fixture(scope="module")
 def chunks():
     """The chunks of two prompts: A B C and a question, D A."""
-    read = kvjax.reuse.read_exactly(MODEL, [[*A, *B, *C, *QUESTION], [*D, *A]])
+    read = kvjax.reuse.read_exactly(make_model(), [[*A, *B, *C, *QUESTION], [*D, *A]])
     return cut(read, [[9, 14, 6], [11, 9]])
 
 
@@ -55,7 +61,7 @@ def test_overlap_by_hand():
 
 def test_a_prompt_that_comes_again_is_reused_exactly(chunks):
     reused = chunks.reuse([[0, 1, 2]], [QUESTION])
-    whole = kvjax.reuse.read_exactly(MODEL, [[*A, *B, *C, *QUESTION]])
+    whole = kvjax.reuse.read_exactly(make_model(), [[*A, *B, *C, *QUESTION]])
     np.testing.assert_allclose(reused.last_logits, whole.last_logits, atol=1e-5)
     assert chunks._recompute_mask([0, 1, 2], 1.0).sum() == 0
 
@@ -64,7 +70,7 @@ def test_with_enough_tokens_it_is_the_whole_text(chunks):
     """Chunk 4 is A, read after D; at this alpha a chunk without its old context before it is recomputed whole."""
     order, texts = [[2, 1, 4], [3, 0]], [[*C, *B, *A, *QUESTION], [*D, *A, 1]]
     reused = chunks.reuse(order, [QUESTION, [1]], alpha=100.0)
-    whole = kvjax.reuse.read_exactly(MODEL, texts)
+    whole = kvjax.reuse.read_exactly(make_model(), texts)
     np.testing.assert_allclose(reused.last_logits, whole.last_logits, atol=1e-5)
     tokens, expected = (
         exact.compress("full", 64).generate(max_new_tokens=3, eos_ids=()).tokens for exact in (reused, whole)
@@ -74,7 +80,7 @@ def test_with_enough_tokens_it_is_the_whole_text(chunks):
 
 def test_more_tokens_come_nearer(chunks):
     """A chunk in a new place recomputes the tokens that attended most to its old context, and no others."""
-    whole = np.asarray(kvjax.reuse.read_exactly(MODEL, [[*D, *B, *QUESTION]]).last_logits)
+    whole = np.asarray(kvjax.reuse.read_exactly(make_model(), [[*D, *B, *QUESTION]]).last_logits)
 
     def max_error(alpha: float) -> float:
         return np.abs(np.asarray(chunks.reuse([[3, 1]], [QUESTION], alpha=alpha).last_logits) - whole).max()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +18,20 @@ from kvjax.generation import archive
 from kvjax.reuse import rans
 from kvjax.testing import toy_model
 
-MODEL = toy_model(layers=2)
 RNG = np.random.default_rng(0)
 LENGTHS = (70, 23, 1)
-EXACT = kvjax.reuse.read_exactly(MODEL, [RNG.integers(0, 97, n).tolist() for n in LENGTHS])
 KEYS, VALUES = (32, 16), (9, 256)
 LEVELS = list(zip(KEYS, VALUES, strict=True))
+
+
+@functools.cache
+def make_model() -> kvjax.Model:
+    return toy_model(layers=2)
+
+
+@functools.cache
+def read_texts():
+    return kvjax.reuse.read_exactly(make_model(), [RNG.integers(0, 97, n).tolist() for n in LENGTHS])
 
 
 def symbol_tables(symbols: np.ndarray, A: int) -> rans.Tables:
@@ -110,33 +119,35 @@ def quantize_by_rule(x: np.ndarray, levels: int, group: int) -> np.ndarray:
 
 @pytest.mark.parametrize("group", [0, 1, 10])
 def test_what_is_read_is_what_the_rule_says(tmp_path, group):
-    loaded = kvjax.cachegen.read(MODEL, kvjax.cachegen.write(tmp_path / "file", EXACT, levels=LEVELS, group=group))
-    for layer, (prompt, read, levels) in enumerate(zip(EXACT.prompts, loaded.prompts, LEVELS, strict=True)):
+    loaded = kvjax.cachegen.read(
+        make_model(), kvjax.cachegen.write(tmp_path / "file", read_texts(), levels=LEVELS, group=group)
+    )
+    for layer, (prompt, read, levels) in enumerate(zip(read_texts().prompts, loaded.prompts, LEVELS, strict=True)):
         for side, (x, y, n) in enumerate(zip(prompt[:2], read[:2], levels, strict=True)):
             for row, length in enumerate(LENGTHS):
                 expected = quantize_by_rule(np.asarray(x)[row, :, :length], n, group)
                 place = f"layer {layer}, side {side}, row {row}"
                 np.testing.assert_allclose(np.asarray(y)[row, :, :length], expected, atol=2e-6, err_msg=place)
-    np.testing.assert_array_equal(loaded.lengths, EXACT.lengths)
-    np.testing.assert_array_equal(loaded.last_logits, EXACT.last_logits)
+    np.testing.assert_array_equal(loaded.lengths, read_texts().lengths)
+    np.testing.assert_array_equal(loaded.last_logits, read_texts().last_logits)
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
 def test_it_goes_on_as_the_cache_in_levels_does(tmp_path):
     """Prompts quantized by the rule here, and compressed by a method, give the answers of the file."""
-    loaded = kvjax.cachegen.read(MODEL, kvjax.cachegen.write(tmp_path / "file", EXACT, levels=8))
+    loaded = kvjax.cachegen.read(make_model(), kvjax.cachegen.write(tmp_path / "file", read_texts(), levels=8))
     prompts = []
-    for prompt in EXACT.prompts:
+    for prompt in read_texts().prompts:
         k, v = (np.zeros(x.shape, np.float32) for x in prompt[:2])
         for row, n in enumerate(LENGTHS):
             k[row, :, :n], v[row, :, :n] = (quantize_by_rule(np.asarray(x)[row, :, :n], 8, 0) for x in prompt[:2])
         prompts.append(prompt._replace(k=jnp.asarray(k), v=jnp.asarray(v)))
-    by_hand = dataclasses.replace(EXACT, prompts=tuple(prompts))
+    by_hand = dataclasses.replace(read_texts(), prompts=tuple(prompts))
     question = [[5, 6], [7], [8, 9]]
     for method in ("full", "keydiff:budget=12 + int8"):
         answer, expected = (x.compress(method, 96).ask(question, max_new_tokens=6) for x in (loaded, by_hand))
         assert answer.tokens == expected.tokens
-    exact, quantized = (x.compress("full", 96).feed(question).last_logits for x in (EXACT, loaded))
+    exact, quantized = (x.compress("full", 96).feed(question).last_logits for x in (read_texts(), loaded))
     assert np.abs(quantized - exact).max() > 1e-3  # it is not the exact cache
     with pytest.raises(KvjaxError, match="read the prompts' tokens with it"):
         loaded.compress("snapkv:budget=8,window=4", 96)
@@ -145,12 +156,12 @@ def test_it_goes_on_as_the_cache_in_levels_does(tmp_path):
 def test_more_levels_come_nearer_and_take_more(tmp_path):
     errors, sizes = [], []
     for levels in (4, 16, 64, 256):
-        path = kvjax.cachegen.write(tmp_path / "file", EXACT, levels=levels)
-        read = kvjax.cachegen.read(MODEL, path).prompts[1].v[0, :, : LENGTHS[0]]
-        errors.append(float(np.abs(read - EXACT.prompts[1].v[0, :, : LENGTHS[0]]).max()))
+        path = kvjax.cachegen.write(tmp_path / "file", read_texts(), levels=levels)
+        read = kvjax.cachegen.read(make_model(), path).prompts[1].v[0, :, : LENGTHS[0]]
+        errors.append(float(np.abs(read - read_texts().prompts[1].v[0, :, : LENGTHS[0]]).max()))
         sizes.append(path.stat().st_size)
     assert errors == sorted(errors, reverse=True) and sizes == sorted(sizes)
-    assert errors[-1] < 0.01 * float(np.abs(EXACT.prompts[1].v[0, :, : LENGTHS[0]]).max())
+    assert errors[-1] < 0.01 * float(np.abs(read_texts().prompts[1].v[0, :, : LENGTHS[0]]).max())
 
 
 def test_bytes_are_less_than_those_of_packed_bits(tmp_path):
@@ -161,13 +172,15 @@ def test_bytes_are_less_than_those_of_packed_bits(tmp_path):
     x = jnp.asarray(vectors.reshape(2, 2, n, 2, 8).swapaxes(2, 3), jnp.float32)  # [layer side K S H]
     lengths = jnp.asarray([n], jnp.int32)
     layer_prompts = [
-        prompt._replace(k=pair[0][None], v=pair[1][None]) for prompt, pair in zip(EXACT.prompts, x, strict=True)
+        prompt._replace(k=pair[0][None], v=pair[1][None]) for prompt, pair in zip(read_texts().prompts, x, strict=True)
     ]
-    exact = dataclasses.replace(EXACT, prompts=tuple(layer_prompts), lengths=lengths, last_logits=EXACT.last_logits[:1])
+    exact = dataclasses.replace(
+        read_texts(), prompts=tuple(layer_prompts), lengths=lengths, last_logits=read_texts().last_logits[:1]
+    )
     path = kvjax.cachegen.write(tmp_path / "file", exact, levels=16)
     num_numbers = vectors.size
     scale_bits = 16 * vectors.size // C
-    read = kvjax.cachegen.read(MODEL, path)
+    read = kvjax.cachegen.read(make_model(), path)
     codes = [np.asarray(y)[0].swapaxes(0, 1).reshape(n, C) for prompt in read.prompts for y in prompt[:2]]
     entropy_bits = 0.0
     for y in codes:
@@ -183,28 +196,28 @@ def test_bytes_are_less_than_those_of_packed_bits(tmp_path):
 @pytest.mark.parametrize("group", [0, 10])
 def test_tokens_of_zeros_and_constants_stay_what_they_are(tmp_path, group):
     k = jnp.where(jnp.arange(128, dtype=jnp.int32)[None, None, :, None] < 30, 0.0, 3.0)
-    k = jnp.broadcast_to(k, EXACT.prompts[0].k.shape)
+    k = jnp.broadcast_to(k, read_texts().prompts[0].k.shape)
     tiny = jnp.full_like(k, 1e-40)
-    prompts = tuple(prompt._replace(k=k, v=tiny) for prompt in EXACT.prompts)
-    exact = dataclasses.replace(EXACT, prompts=prompts)
-    read = kvjax.cachegen.read(MODEL, kvjax.cachegen.write(tmp_path / "file", exact, group=group))
+    prompts = tuple(prompt._replace(k=k, v=tiny) for prompt in read_texts().prompts)
+    exact = dataclasses.replace(read_texts(), prompts=prompts)
+    read = kvjax.cachegen.read(make_model(), kvjax.cachegen.write(tmp_path / "file", exact, group=group))
     np.testing.assert_allclose(read.prompts[0].k[0, :, :70], k[0, :, :70], atol=1e-6)
     assert np.isfinite(read.prompts[1].v).all() and float(np.abs(read.prompts[1].v).max()) < 1e-38
 
 
 def test_what_lies_in_padding_does_not_matter(tmp_path):
-    path = kvjax.cachegen.write(tmp_path / "file", EXACT, group=10)
-    is_token = jnp.arange(EXACT.prompts[0].k.shape[2], dtype=jnp.int32)[None] < EXACT.lengths[:, None]
+    path = kvjax.cachegen.write(tmp_path / "file", read_texts(), group=10)
+    is_token = jnp.arange(read_texts().prompts[0].k.shape[2], dtype=jnp.int32)[None] < read_texts().lengths[:, None]
     filled = [
         prompt._replace(**{x: jnp.where(is_token[:, None, :, None], getattr(prompt, x), jnp.inf) for x in "kv"})
-        for prompt in EXACT.prompts
+        for prompt in read_texts().prompts
     ]
-    other = kvjax.cachegen.write(tmp_path / "other", dataclasses.replace(EXACT, prompts=tuple(filled)), group=10)
+    other = kvjax.cachegen.write(tmp_path / "other", dataclasses.replace(read_texts(), prompts=tuple(filled)), group=10)
     assert other.read_bytes() == path.read_bytes()
 
 
 def test_a_context_under_full_is_written_too_and_sixteen_bits_are_read_back(tmp_path):
-    half = kvjax.random_model(MODEL.config, dtype=jnp.bfloat16)
+    half = kvjax.random_model(make_model().config, dtype=jnp.bfloat16)
     context = kvjax.read(half, [[1, 2, 3, 4], [5, 6]], "full", headroom=0)
     read = kvjax.cachegen.read(half, kvjax.cachegen.write(tmp_path / "file", context, levels=256))
     assert read.lengths.tolist() == [4, 2]
@@ -218,11 +231,11 @@ def test_a_context_under_full_is_written_too_and_sixteen_bits_are_read_back(tmp_
 
 def test_a_file_is_the_same_on_a_mesh(tmp_path):
     mesh = Mesh(np.array(jax.devices()[:2]).reshape(1, 2), ("data", "model"))
-    spread = dataclasses.replace(MODEL, mesh=mesh)
-    path = kvjax.cachegen.write(tmp_path / "file", EXACT, levels=256)
-    on_one_device, on_mesh = kvjax.cachegen.read(MODEL, path), kvjax.cachegen.read(spread, path)
+    spread = dataclasses.replace(make_model(), mesh=mesh)
+    path = kvjax.cachegen.write(tmp_path / "file", read_texts(), levels=256)
+    on_one_device, on_mesh = kvjax.cachegen.read(make_model(), path), kvjax.cachegen.read(spread, path)
     k = on_mesh.prompts[1].k
-    assert {x.data.shape[1] for x in k.addressable_shards} == {MODEL.config.kind(0).attention.kv_heads // 2}
+    assert {x.data.shape[1] for x in k.addressable_shards} == {make_model().config.kind(0).attention.kv_heads // 2}
     np.testing.assert_array_equal(k, on_one_device.prompts[1].k)
     first, second = (
         kvjax.cachegen.write(tmp_path / name, x, levels=256)
@@ -233,27 +246,27 @@ def test_a_file_is_the_same_on_a_mesh(tmp_path):
 
 def test_default_levels_are_those_of_public_code(tmp_path):
     """The public table has 32 levels for keys in the first 10 of 32 layers and for values in the first 2, else 16."""
-    header, _ = archive.read(kvjax.cachegen.write(tmp_path / "file", EXACT), cachegen.FORMAT, MODEL)
+    header, _ = archive.read(kvjax.cachegen.write(tmp_path / "file", read_texts()), cachegen.FORMAT, make_model())
     assert header["levels"] == [32, 32, 16, 16]
     of_32 = cachegen.default_levels(32)
     assert [k for k, _ in of_32] == [32] * 10 + [16] * 22 and [v for _, v in of_32] == [32] * 2 + [16] * 30
 
 
 def test_another_model_version_or_a_damaged_file_is_refused(tmp_path):
-    path = kvjax.cachegen.write(tmp_path / "file", EXACT)
+    path = kvjax.cachegen.write(tmp_path / "file", read_texts())
     with pytest.raises(KvjaxError, match="another configuration or dtype than random; load that model"):
         kvjax.cachegen.read(toy_model(layers=3), path)
     with pytest.raises(KvjaxError, match="other weights than random"):
         kvjax.cachegen.read(toy_model(seed=1, layers=2), path)
     with pytest.raises(KvjaxError, match="this kvjax reads version 3 of 'kvjax-context'"):
-        kvjax.resume(MODEL, path)
+        kvjax.resume(make_model(), path)
     content = path.read_bytes()
     middle = len(content) // 2
     flipped = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
     for damaged in (b"", content[:middle], flipped):
         path.write_bytes(damaged)
         with pytest.raises(KvjaxError, match="is no file of the format .*, or a damaged one"):
-            kvjax.cachegen.read(MODEL, path)
+            kvjax.cachegen.read(make_model(), path)
 
 
 @pytest.mark.parametrize(
@@ -267,18 +280,21 @@ def test_another_model_version_or_a_damaged_file_is_refused(tmp_path):
 )
 def test_bad_input_is_named(tmp_path, arguments, says):
     with pytest.raises(KvjaxError, match=says):
-        kvjax.cachegen.write(tmp_path / "file", EXACT, **arguments)
+        kvjax.cachegen.write(tmp_path / "file", read_texts(), **arguments)
     assert not list(tmp_path.iterdir())
 
 
 def test_what_cannot_be_written_says_so(tmp_path):
     with pytest.raises(KvjaxError, match="read the documents under it"):
-        kvjax.cachegen.write(tmp_path / "file", kvjax.read(MODEL, [[1, 2]], "int8", headroom=0))
-    prompts = (EXACT.prompts[0]._replace(k=EXACT.prompts[0].k.at[0, 0, 3, 2].set(jnp.nan)), EXACT.prompts[1])
+        kvjax.cachegen.write(tmp_path / "file", kvjax.read(make_model(), [[1, 2]], "int8", headroom=0))
+    prompts = (
+        read_texts().prompts[0]._replace(k=read_texts().prompts[0].k.at[0, 0, 3, 2].set(jnp.nan)),
+        read_texts().prompts[1],
+    )
     windowed = toy_model(layers=2, windows=(4, None))
     with pytest.raises(KvjaxError, match="hold the last 4 tokens.*full . in_windows"):
         cachegen.write(tmp_path / "a", kvjax.read(windowed, [list(range(40))], "full", headroom=8))
     cachegen.write(tmp_path / "a", kvjax.read(windowed, [list(range(40))], "full + in_windows", headroom=8))
     assert cachegen.read(windowed, tmp_path / "a").lengths.tolist() == [40]
     with pytest.raises(KvjaxError, match="are not finite"):
-        kvjax.cachegen.write(tmp_path / "file", dataclasses.replace(EXACT, prompts=prompts))
+        kvjax.cachegen.write(tmp_path / "file", dataclasses.replace(read_texts(), prompts=prompts))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import numpy as np
@@ -12,7 +13,10 @@ from kvjax import KvjaxError
 from kvjax.reuse.prefix_tree import group_by_prefix
 from kvjax.testing import toy_model
 
-MODEL = toy_model(layers=1)
+
+@functools.cache
+def make_model() -> kvjax.Model:
+    return toy_model(layers=1)
 
 
 def partitions(rows: list[int]):
@@ -62,8 +66,8 @@ def test_a_batch_with_shared_prefixes_is_the_batch():
     rng = np.random.default_rng(0)
     a, b = (rng.integers(0, 97, n).tolist() for n in (80, 70))
     prompts = [a + [1, 2], b + [3], [4, 5, 6], a + [7], b + [8, 9], a[:60] + [1]]
-    shared = kvjax.reuse.read_batch(MODEL, prompts, "full", headroom=20)
-    plain = kvjax.read(MODEL, prompts, "full", headroom=20)
+    shared = kvjax.reuse.read_batch(make_model(), prompts, "full", headroom=20)
+    plain = kvjax.read(make_model(), prompts, "full", headroom=20)
     np.testing.assert_allclose(shared.last_logits, plain.last_logits, atol=2e-5)
     more = [[1], [2, 3], [4], [5], [6, 7, 8], [9]]
     np.testing.assert_allclose(shared.feed(more).last_logits, plain.feed(more).last_logits, atol=2e-5)
@@ -71,7 +75,7 @@ def test_a_batch_with_shared_prefixes_is_the_batch():
 
 
 def test_nothing_shared_is_read_as_ever():
-    context = kvjax.reuse.read_batch(MODEL, [[1, 2], [3, 4]], "int4", headroom=20)
+    context = kvjax.reuse.read_batch(make_model(), [[1, 2], [3, 4]], "int4", headroom=20)
     assert context.method == kvjax.parse("int4")
     with pytest.raises(KvjaxError, match="least must be an integer from 1 to .*, got 0"):
-        kvjax.reuse.read_batch(MODEL, [[1]], least=0)
+        kvjax.reuse.read_batch(make_model(), [[1]], least=0)

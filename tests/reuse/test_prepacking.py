@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -10,9 +12,13 @@ from kvjax import KvjaxError
 from kvjax.reuse.prepacking import pack_exactly, pack_rows, read_packed
 from kvjax.testing import toy_model
 
-MODEL = toy_model(layers=2, windows=(None, 9))
 RNG = np.random.default_rng(0)
 DOCUMENTS = [RNG.integers(0, 97, n).tolist() for n in (60, 23, 1, 30, 8, 64, 5)]
+
+
+@functools.cache
+def make_model() -> kvjax.Model:
+    return toy_model(layers=2, windows=(None, 9))
 
 
 def test_an_example_by_hand():
@@ -29,7 +35,7 @@ def test_rows_hold_each_prompt_once():
 
 
 def test_keys_values_queries_and_logits_are_those_of_the_prompts():
-    packed, exact = pack_exactly(MODEL, DOCUMENTS), kvjax.reuse.read_exactly(MODEL, DOCUMENTS)
+    packed, exact = pack_exactly(make_model(), DOCUMENTS), kvjax.reuse.read_exactly(make_model(), DOCUMENTS)
     np.testing.assert_allclose(packed.last_logits, exact.last_logits, atol=1e-5)
     for packed_layer, exact_layer in zip(packed.prompts, exact.prompts, strict=True):
         for b, n in enumerate(map(len, DOCUMENTS)):
@@ -40,7 +46,7 @@ def test_keys_values_queries_and_logits_are_those_of_the_prompts():
 
 @pytest.mark.parametrize("method", ["snapkv:budget=12,window=4 + int8 + offload"])
 def test_any_method_reads_packed_documents(method):
-    packed, separate = (read(MODEL, DOCUMENTS, method, headroom=40) for read in (read_packed, kvjax.read))
+    packed, separate = (read(make_model(), DOCUMENTS, method, headroom=40) for read in (read_packed, kvjax.read))
     for packed_layer, separate_layer in zip(packed.kept_positions(), separate.kept_positions(), strict=True):
         for heads, expected_heads in zip(packed_layer, separate_layer, strict=True):
             np.testing.assert_array_equal(np.stack(heads), np.stack(expected_heads))
@@ -51,4 +57,4 @@ def test_any_method_reads_packed_documents(method):
 
 def test_bad_input_is_named():
     with pytest.raises(KvjaxError, match="width must be an integer from 64 .* the longest document has 64 tokens"):
-        pack_exactly(MODEL, DOCUMENTS, 32)
+        pack_exactly(make_model(), DOCUMENTS, 32)

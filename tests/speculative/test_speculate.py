@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,6 @@ from kvjax.speculative.speculation_loop import run_rounds
 from kvjax.testing import toy_model
 from tests.oracles import speculation as oracle
 
-MODEL = toy_model(layers=1, windows=(25,), vocab_size=96)
 RNG = np.random.default_rng(0)
 PROMPTS, OTHERS = ([RNG.integers(0, 96, n).tolist() for n in (40, 23, 1)] for _ in range(2))
 QUEST = "quest:budget=6,page=2,device_layers=0 + in_windows"  # as it would be without the window
@@ -30,9 +30,14 @@ SAMPLED = {**GREEDY, "temperature": 1.3, "top_p": 0.9}
 verify = jax.jit(acceptance.verify)
 
 
+@functools.cache
+def make_model() -> kvjax.Model:
+    return toy_model(layers=1, windows=(25,), vocab_size=96)
+
+
 def test_greedy_is_what_generate_gives():
-    out = kvjax.speculative.speculate(MODEL, PROMPTS, QUEST, num_draft_tokens=3, **GREEDY)
-    assert out.tokens == kvjax.generate(MODEL, PROMPTS, "full", **GREEDY).tokens
+    out = kvjax.speculative.speculate(make_model(), PROMPTS, QUEST, num_draft_tokens=3, **GREEDY)
+    assert out.tokens == kvjax.generate(make_model(), PROMPTS, "full", **GREEDY).tokens
     assert out.finish_reasons == ["length"] * 3 and out.text is None and out.num_sequences == 3
     assert max(out.drafted) == 3 * out.verifier_calls and 0 < out.acceptance < 1
     for tokens, accepted, drafted in zip(out.tokens, out.accepted, out.drafted, strict=True):
@@ -40,8 +45,10 @@ def test_greedy_is_what_generate_gives():
         assert drafted % 3 == 0 and 0 <= accepted + rounds - (len(tokens) - 1) <= 3  # too many in the last round only
     programs = []
     for ends in ((out.tokens[0][4], out.tokens[1][9]), (out.tokens[0][3], out.tokens[1][8])):
-        stopped = kvjax.speculative.speculate(MODEL, PROMPTS, QUEST, num_draft_tokens=3, **{**GREEDY, "eos_ids": ends})
-        assert stopped.tokens == kvjax.generate(MODEL, PROMPTS, "full", **{**GREEDY, "eos_ids": ends}).tokens
+        stopped = kvjax.speculative.speculate(
+            make_model(), PROMPTS, QUEST, num_draft_tokens=3, **{**GREEDY, "eos_ids": ends}
+        )
+        assert stopped.tokens == kvjax.generate(make_model(), PROMPTS, "full", **{**GREEDY, "eos_ids": ends}).tokens
         assert stopped.finish_reasons[:2] == ["stop"] * 2 and len(stopped.tokens[0]) <= 5
         programs.append(jit_with(run_rounds, ("num_draft_tokens", "targets"), ("state",), ())._cache_size())
     assert programs[0] == programs[1]  # other end-of-sequence ids need no other program
@@ -50,30 +57,34 @@ def test_greedy_is_what_generate_gives():
 def test_another_model_drafts_from_a_shorter_text():
     drafter, short = toy_model(layers=1, width=16, vocab_size=96, seed=1), [prompt[-5:] for prompt in PROMPTS]
     out = kvjax.speculative.speculate(
-        MODEL, PROMPTS, "int4", "offload", draft_model=drafter, draft_prompts=short, num_draft_tokens=1, **GREEDY
+        make_model(), PROMPTS, "int4", "offload", draft_model=drafter, draft_prompts=short, num_draft_tokens=1, **GREEDY
     )
-    assert out.tokens == kvjax.generate(MODEL, PROMPTS, "full", **GREEDY).tokens
+    assert out.tokens == kvjax.generate(make_model(), PROMPTS, "full", **GREEDY).tokens
     assert out.bytes.total["pinned_host"] > sum(out.draft_bytes.total.values()) > 0
     assert out.verifier_calls > 8  # few drafts of an unrelated model are right
 
 
 def test_two_devices_do_what_one_does():
     mesh = Mesh(np.array(jax.devices()[:2]).reshape(1, 2), ("data", "model"))
-    params = jax.device_put(MODEL.params, param_shardings(MODEL.config, mesh))
-    spread = dataclasses.replace(MODEL, params=params, mesh=mesh)
-    one, two = (kvjax.speculative.speculate(m, PROMPTS, QUEST, num_draft_tokens=3, **GREEDY) for m in (MODEL, spread))
+    params = jax.device_put(make_model().params, param_shardings(make_model().config, mesh))
+    spread = dataclasses.replace(make_model(), params=params, mesh=mesh)
+    one, two = (
+        kvjax.speculative.speculate(m, PROMPTS, QUEST, num_draft_tokens=3, **GREEDY) for m in (make_model(), spread)
+    )
     assert (two.tokens, two.accepted) == (one.tokens, one.accepted)
 
 
 def test_sampling_from_an_equal_draft_accepts_everything_and_is_what_generate_draws():
-    out = kvjax.speculative.speculate(MODEL, PROMPTS, "full", **SAMPLED, seed=3)
-    assert out.tokens == kvjax.generate(MODEL, PROMPTS, "full", **SAMPLED, seed=3).tokens
+    out = kvjax.speculative.speculate(make_model(), PROMPTS, "full", **SAMPLED, seed=3)
+    assert out.tokens == kvjax.generate(make_model(), PROMPTS, "full", **SAMPLED, seed=3).tokens
     assert out.acceptance == 1.0 and out.accepted == out.drafted == [16] * 3 and out.verifier_calls == 4
 
 
 def test_sampled_rows_depend_on_the_seed_and_on_no_neighbour():
     def speculate(prompts, draft_prompts, **more) -> kvjax.speculative.Speculation:
-        return kvjax.speculative.speculate(MODEL, prompts, "full", draft_prompts=draft_prompts, **{**SAMPLED, **more})
+        return kvjax.speculative.speculate(
+            make_model(), prompts, "full", draft_prompts=draft_prompts, **{**SAMPLED, **more}
+        )
 
     one = speculate(PROMPTS, OTHERS, seed=3)
     assert 0 < one.acceptance < 1 and len({*map(tuple, one.tokens)}) == 3
@@ -82,7 +93,7 @@ def test_sampled_rows_depend_on_the_seed_and_on_no_neighbour():
     assert speculate(PROMPTS, OTHERS, seed=4).tokens != one.tokens
     # Only one token is left to draw from, so that sampling is greedy; a draft does not change that.
     only = speculate(PROMPTS, OTHERS, top_p=1e-6)
-    assert only.tokens == kvjax.generate(MODEL, PROMPTS, "full", **GREEDY).tokens
+    assert only.tokens == kvjax.generate(make_model(), PROMPTS, "full", **GREEDY).tokens
     swayed = speculate(PROMPTS, OTHERS, seed=3, transfer=20.0)
     assert swayed.acceptance > one.acceptance and swayed.tokens != one.tokens
 
@@ -169,7 +180,7 @@ def test_the_first_rejection_ends_a_row_and_equals_leave_no_remainder():
 )
 def test_values_that_cannot_be_used_are_named(more, says):
     with pytest.raises(KvjaxError, match=says):
-        kvjax.speculative.speculate(MODEL, PROMPTS, "full", **{**GREEDY, **more})
+        kvjax.speculative.speculate(make_model(), PROMPTS, "full", **{**GREEDY, **more})
 
 
 @pytest.mark.parametrize(
@@ -196,4 +207,4 @@ def test_values_that_cannot_be_used_are_named(more, says):
 )
 def test_a_method_that_cannot_go_back_is_refused(draft, method, says):
     with pytest.raises(IncompatibleMethod, match=says + ".*take one that only appends, .*'quest:budget=256'"):
-        kvjax.speculative.speculate(MODEL, PROMPTS, draft, method, **GREEDY)
+        kvjax.speculative.speculate(make_model(), PROMPTS, draft, method, **GREEDY)

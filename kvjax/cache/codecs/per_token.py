@@ -17,7 +17,7 @@ from kvjax.core import memory
 from kvjax.core.gradients import refuse_gradient
 from kvjax.core.types import Array, pytree
 from kvjax.errors import KvjaxError
-from kvjax.utils.parameter_types import check_fields
+from kvjax.utils.parameter_types import NonNegativeInt, check_fields
 
 
 @pytree
@@ -37,10 +37,12 @@ class PerTokenCodec(Codec):
       quantizer: how one token vector is quantized.
       rotate: "", or "hadamard": vectors are first multiplied by Sylvester's Hadamard matrix over sqrt(H), which spreads
         an outlier over all channels (QuaRot, Ashkboos et al. 2024, arXiv 2404.00456). They are stored rotated.
+      rotated_block: neighboring channels of a head that are rotated together; 0 for all.
     """
 
     quantizer: Quantizer = MinMax()
     rotate: Literal["", "hadamard"] = ""
+    rotated_block: NonNegativeInt = 0
 
     def __post_init__(self):
         check_fields(self)
@@ -49,10 +51,15 @@ class PerTokenCodec(Codec):
             remedy = f"; give a value of it, {name}(..)" if name else ", as MinMax(bits=4)"
             raise KvjaxError(f"the quantizer of PerTokenCodec is a Quantizer, got {self.quantizer!r:.80}{remedy}")
 
+    def rotated_channels(self, H: int) -> int:
+        """Returns the number of neighboring channels of a head that are rotated together; 0 for none."""
+        return (self.rotated_block or H) if self.rotate else 0
+
     def encode(self, x: Array, pos: Array) -> QuantizedTokens:
         H = x.shape[3]
         self.quantizer.check(H)
-        if self.rotate and H & (H - 1):
+        width = self.rotated_channels(H)
+        if width & (width - 1):
             raise KvjaxError(
                 f"Hadamard's matrix exists here for powers of two, and the head size is {H}; use rotate=false, which "
                 "quantizes the vectors as they are"
@@ -126,10 +133,12 @@ class PerTokenCodec(Codec):
 
     def rotated(self, x: Array) -> Array:
         """x [... H] as it is stored, in float32; the rotation is its own inverse."""
-        x = x.astype(jnp.float32)
-        if not self.rotate:
+        x, width = x.astype(jnp.float32), self.rotated_channels(x.shape[-1])
+        if not width:
             return x
-        return jnp.einsum("...h,hj->...j", x, jnp.asarray(hadamard(x.shape[-1])), precision=lax.Precision.HIGHEST)
+        blocks = x.reshape(*x.shape[:-1], -1, width)
+        rotated = jnp.einsum("...h,hj->...j", blocks, jnp.asarray(hadamard(width)), precision=lax.Precision.HIGHEST)
+        return rotated.reshape(x.shape)
 
 
 def hadamard(H: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Quantizers of one token vector at a time: integer codes, 8-bit floats, and blocks that share an exponent."""
+"""Quantizers of one token vector at a time: integer codes, floats of 8 and 4 bits, blocks that share an exponent."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import dataclasses
 from typing import Annotated, Any, Literal, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from kvjax.cache.codecs import bit_packing
 from kvjax.core.types import Array, exportable
 from kvjax.utils.abstract import abstract
-from kvjax.utils.parameter_types import OneOf, PositiveInt, Within, check_fields
+from kvjax.utils.parameter_types import OneOf, PositiveFloat, PositiveInt, Within, check_fields
 
 FP8_DTYPES = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 
@@ -213,6 +214,76 @@ class BlockFloat(Quantizer):
     def _split(self, x: Array) -> Array:
         """[... H] -> [... H/block block]."""
         return x.reshape(*x.shape[:-1], x.shape[-1] // self.block, self.block)
+
+
+E2M1 = np.float32([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+"""The magnitudes of 4-bit floats with 2 bits of exponent and 1 of mantissa; code i has number i, and 8 is the sign."""
+LARGEST_E4M3 = 448.0
+
+
+@exportable
+class Fp4Numbers(NamedTuple):
+    """A token vector as blocks of 4-bit floats with one scale each."""
+
+    codes: Array  # uint32[... H/8], packed along the vector
+    scales: Array  # uint8[... H/block], the bits of 8-bit floats
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp4(Quantizer):
+    """Blocks of neighboring numbers as 4-bit floats e2m1 (0, 0.5, 1, 1.5, 2, 3, 4, 6) with a scale of 8 bits.
+
+    Args:
+      block: channels that share a scale.
+      scale: "e8m0", the least power of two with max |x| <= 6 scale, from 2^-127 on; or "e4m3", max |x| / 6 over `unit`
+        as a float of 4 bits of exponent and 3 of mantissa. Numbers beyond 6 scales take that value.
+      ties: of two codes that are equally near, "away" takes that of the larger magnitude, "even" the even code.
+      unit: what scales are multiples of.
+    """
+
+    block: PositiveInt = 32
+    scale: Literal["e8m0", "e4m3"] = "e8m0"
+    ties: Literal["away", "even"] = "away"
+    unit: PositiveFloat = 1.0
+
+    __post_init__ = check_fields
+
+    def check(self, H: int) -> None:
+        bit_packing.check_fills(H, 4)
+        bit_packing.check_divides("block", self.block, H)
+
+    def encode(self, x: Array) -> Fp4Numbers:
+        blocks = x.reshape(*x.shape[:-1], x.shape[-1] // self.block, self.block)
+        # Not by a bare constant, see `step_size`.
+        largest = step_size(jnp.abs(blocks).max(-1, keepdims=True), 6.0, 0.0)
+        if self.scale == "e8m0":
+            fraction, exponent = jnp.frexp(largest)  # fraction in [1/2, 1)
+            power = exponent - (fraction == 0.5).astype(jnp.int32)
+            scales = jnp.where(fraction > 0, jnp.clip(power + 127, 0, 254), 0).astype(jnp.uint8)
+        else:
+            # Clipped first: e4m3 has no infinity, and the conversion would give NaN.
+            stored = jnp.minimum(largest / self.unit, LARGEST_E4M3).astype(jnp.float8_e4m3fn)
+            scales = lax.bitcast_convert_type(stored, jnp.uint8)
+        step = self._step(scales)
+        magnitude = jnp.where(step > 0, jnp.abs(blocks) / jnp.where(step > 0, step, 1.0), 0.0)
+        # A tie between codes i and i + 1 goes up where i + 1 is what `ties` prefers.
+        middles = (E2M1[1:] + E2M1[:-1]) / 2
+        is_even = np.arange(1, 8) % 2 == 0
+        bounds = middles if self.ties == "away" else np.where(is_even, middles, np.nextafter(middles, np.float32(7)))
+        codes = jnp.searchsorted(jnp.asarray(bounds), magnitude, side="right", method="compare_all").astype(jnp.uint32)
+        codes = codes | jnp.where(blocks < 0, jnp.uint32(8), jnp.uint32(0))
+        return Fp4Numbers(bit_packing.pack(codes.reshape(x.shape), 4, -1), scales[..., 0])
+
+    def decode(self, coded: Fp4Numbers) -> Array:
+        numbers = jnp.asarray(np.concatenate([E2M1, -E2M1]))[bit_packing.unpack(coded.codes, 4, -1)]
+        blocks = numbers.reshape(*numbers.shape[:-1], -1, self.block) * self._step(coded.scales[..., None])
+        return blocks.reshape(numbers.shape)
+
+    def _step(self, scales: Array) -> Array:
+        """The float32 numbers that codes are multiples of."""
+        if self.scale == "e8m0":
+            return _power_of_two(scales)
+        return lax.bitcast_convert_type(scales, jnp.float8_e4m3fn).astype(jnp.float32) * self.unit
 
 
 def _power_of_two(biased: Array) -> Array:

@@ -87,7 +87,7 @@ def _run(args: argparse.Namespace, mesh: Mesh | None, workers: RayWorkers | None
         _say(f"without {' and '.join(missing)} there will be {CSV} and no page; for that: {INSTALL}")
     if processes.is_writer():
         make_folder(args.out, "--out")  # and a folder that cannot be written
-    model = load(args.model, dtype=args.dtype, mesh=mesh)
+    model = load(args.model, dtype=args.dtype, mesh=mesh, weights=args.weights)
     if spec.chat:
         chat_format(model, spec)  # a missing template is reported now
     most = model.config.max_positions
@@ -160,7 +160,7 @@ def demo(args: argparse.Namespace) -> None:
     methods = args.methods if args.methods is not None else ALL_DEMO_METHODS if args.full else DEMO_METHODS
     resolve(methods)
     make_folder(args.out, "--out")  # an impossible folder is reported now
-    model = load(args.model)
+    model = load(args.model, weights=args.weights)
     if symbols.knows_symbols(model):
         tasks, spec = "symbols.recall,ppl", Spec((2048 if args.full else 1024,), contexts=8, questions=8)
     else:

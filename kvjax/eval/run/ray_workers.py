@@ -51,6 +51,7 @@ class ModelSetup:
 
     path: str  # absolute, or the name of a model
     dtype: str
+    weights: str | None
     fingerprint: str
 
 
@@ -110,7 +111,7 @@ class Worker:
                 f"there is no checkpoint {setup.path} on {node}; copy it to the same path on every node, or put it in "
                 "a folder that all nodes share"
             )
-        self._model = load(setup.path, dtype=setup.dtype)
+        self._model = load(setup.path, dtype=setup.dtype, weights=setup.weights)
         if self._model.fingerprint != setup.fingerprint:
             raise KvjaxError(
                 f"{setup.path} has other weights on {node} than where the command runs; copy the checkpoint again"
@@ -322,7 +323,7 @@ class RayWorkers:
             raise KvjaxError("workers load the model by its name or path: use one from kvjax.load, or leave Ray out")
         where = expand_user(model.name)
         path = str(where.resolve()) if is_checkpoint(where) else model.name
-        setup = ModelSetup(path, model.dtype.name, model.fingerprint)
+        setup = ModelSetup(path, model.dtype.name, model.weights, model.fingerprint)
         if setup != self._model:
             self.stop()
         self._model, self._model_bytes = setup, sum(x.nbytes for x in jax.tree.leaves(model.params))

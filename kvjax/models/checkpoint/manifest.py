@@ -18,6 +18,7 @@ from flax.traverse_util import flatten_dict
 from kvjax.errors import KvjaxError, escape_unprintable
 from kvjax.models import Config, chat_template
 from kvjax.models.checkpoint.chunks import has_all_digests
+from kvjax.models.quantized_params import weights_of
 from kvjax.models.sharding import abstract_params
 from kvjax.utils.files import expand_user, parse_json_object
 
@@ -27,9 +28,10 @@ WHOLE_PARTS = 2
 
 
 @functools.lru_cache
-def _parameters(config: Config) -> dict[str, Any]:
+def _parameters(config: Config, weights: str | None = None) -> dict[str, Any]:
     # One layer of each kind is traced: tracing many takes minutes.
-    params: dict[Any, Any] = flatten_dict(abstract_params(config.with_layers(range(len(config.kinds))), jnp.float32))
+    traced = abstract_params(config.with_layers(range(len(config.kinds))), jnp.float32, weights)
+    params: dict[Any, Any] = flatten_dict(traced)
     found: dict[tuple[str, ...], Any] = {}
     for path, x in params.items():
         if path[0].startswith("layer_"):
@@ -40,14 +42,17 @@ def _parameters(config: Config) -> dict[str, Any]:
     return {"/".join(path): found[path] for path in sorted(found)}
 
 
-def parameter_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of every parameter of `Decoder(config)` by path, as "layer_0/attention/q/kernel"."""
-    return {path: x.value.shape for path, x in _parameters(config).items()}
+def parameter_shapes(config: Config, weights: str | None = None) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of every parameter of `Decoder(config)` by path, as "layer_0/attention/q/kernel".
+
+    With `weights`, "int8" or "int4", kernels are codes and scales: "layer_0/attention/q/kernel/codes" and ".../scale".
+    """
+    return {path: x.value.shape for path, x in _parameters(config, weights).items()}
 
 
-def parameter_axes(config: Config) -> dict[str, tuple[str, ...]]:
-    """Returns the axis letters of every parameter of `Decoder(config)` by path."""
-    return {path: x.names for path, x in _parameters(config).items()}
+def parameter_axes(config: Config, weights: str | None = None) -> dict[str, tuple[str, ...]]:
+    """Returns the axis letters of every parameter by path, as `parameter_shapes` has them."""
+    return {path: x.names for path, x in _parameters(config, weights).items()}
 
 
 def part_names(paths: Iterable[str]) -> tuple[str, ...]:
@@ -66,6 +71,11 @@ class Manifest:
     digests: dict[str, str]  # part -> SHA-256 of its parameters' entries; in version 2 of its files
     files: dict[str, str]  # name of another file of the directory -> SHA-256
     version: int = VERSION
+
+    @property
+    def weights(self) -> str | None:
+        """The kind of codes that kernels are stored in; None where they are numbers of `dtype`."""
+        return weights_of({path: x["dtype"] for path, x in self.parameters.items()})
 
     def to_json(self) -> str:
         """Writes the manifest with the format's name and version, and a digest of it all."""
@@ -89,12 +99,12 @@ def part_digest(folder: Path, parameters: Mapping[str, Any]) -> str:
     return total.hexdigest()
 
 
-def check_shapes(config: Config, shapes: Mapping[str, tuple[int, ...]], name: str) -> None:
+def check_shapes(config: Config, shapes: Mapping[str, tuple[int, ...]], name: str, weights: str | None = None) -> None:
     """Raises KvjaxError, which lists every difference, unless these are the shapes of the parameters of `config`."""
     if config.layers > len(shapes):  # a damaged number of layers would list millions of missing parameters
         problems = [f"{len(shapes)} parameters for {config.layers:,} layers"]
     else:
-        expected = parameter_shapes(config)
+        expected = parameter_shapes(config, weights)
         problems = [f"{p}: missing" for p in expected if p not in shapes]
         problems += [f"{escape_unprintable(p)}: not a parameter of this config" for p in shapes if p not in expected]
         problems += [
@@ -127,7 +137,7 @@ def read_manifest(directory: str | Path) -> Manifest:
             problem = f"{path} is a Hugging Face checkpoint; convert it: {convert} {path} DST"
         raise KvjaxError(problem)
     raw, damage = parse_json_object(file.read_bytes(), file, "convert the checkpoint again"), None
-    record, shapes, is_intact = None, {}, False
+    record, shapes, weights, is_intact = None, {}, None, False
     found: tuple[Any, Any] = FORMAT, VERSION
     try:
         is_intact = raw.pop("digest", None) == json_digest(raw)
@@ -136,6 +146,7 @@ def read_manifest(directory: str | Path) -> Manifest:
             record = Manifest(config=Config.from_json(json.dumps(raw.pop("config"))), **raw)
             shapes = {p: tuple(x["shape"]) for p, x in record.parameters.items()}
             np.dtype(record.dtype)
+            weights = record.weights
             texts = [record.source, *record.digests.values(), *record.files.values()]
             # A path in the place of a file's name would have files outside of the directory read.
             paths = [name for name in record.files if Path(name).name != name.removeprefix(f"{chat_template.FOLDER}/")]
@@ -152,7 +163,7 @@ def read_manifest(directory: str | Path) -> Manifest:
             f"{WHOLE_PARTS} and {VERSION} of {FORMAT!r}; upgrade kvjax if it is newer, or convert the checkpoint again"
         )
     else:
-        check_shapes(record.config, shapes, str(path))
+        check_shapes(record.config, shapes, str(path), weights)
         lacking = [p for p, x in record.parameters.items() if record.version == VERSION and not has_all_digests(x)]
         others = {path / name: digest for name, digest in record.files.items()}
         changed = [] if is_intact else [file]

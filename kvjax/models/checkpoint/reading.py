@@ -13,10 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from kvjax.core.quantized_kernel import check_weights
 from kvjax.errors import KvjaxError
 from kvjax.models import Config
 from kvjax.models.checkpoint.chunks import DamagedChunk, plain_path, read_array
 from kvjax.models.checkpoint.manifest import PARTS, WHOLE_PARTS, Manifest, part_digest, part_names, read_manifest
+from kvjax.models.quantized_params import is_codes, quantize_params
 from kvjax.utils.arguments import float_type
 from kvjax.utils.files import expand_user
 
@@ -45,7 +47,7 @@ def read_part(
       directory: a checkpoint.
       name: the entry, as "layer_0".
       record: the manifest, if it has been read.
-      dtype: of the parameters; None as stored.
+      dtype: of the parameters but codes; None as stored.
       shardings: their places; None for the default device.
 
     Raises:
@@ -58,7 +60,7 @@ def read_part(
     problem = None
     try:
         places, tree = _find_shardings(shardings, flat), functools.partial(unflatten_dict, sep="/")
-        types = {path: np.dtype(dtype or x["dtype"]) for path, x in flat.items()}
+        types = {path: np.dtype(x["dtype"] if is_codes(path) else dtype or x["dtype"]) for path, x in flat.items()}
         if not folder.is_dir():
             problem = "is missing"
         elif record.version != WHOLE_PARTS:
@@ -90,11 +92,30 @@ def read_part(
     raise KvjaxError(f"part {name!r} of {directory} {problem}; copy the checkpoint again, or convert it again")
 
 
-def restore(directory: str | Path, dtype=None, shardings: Shardings = None) -> tuple[Config, dict[str, Any]]:
-    """Restores a checkpoint directory: (config, parameter tree); the arguments are those of `read_part`.
+def restore(
+    directory: str | Path, dtype=None, shardings: Shardings = None, weights: str | None = None
+) -> tuple[Config, dict[str, Any]]:
+    """Restores a checkpoint directory: (config, parameter tree); the first arguments are those of `read_part`.
 
-    Raises KvjaxError for a foreign, damaged, incomplete or newer directory.
+    Args:
+      directory: a checkpoint.
+      dtype: of the parameters but codes; None as stored.
+      shardings: places of the parameters as they are stored.
+      weights: "int8" or "int4" quantizes the kernels of each part once it is read, where they stand; None as stored.
+
+    Raises:
+      KvjaxError: for a foreign, damaged, incomplete or newer directory, and for another kind of weights than it holds.
     """
-    record = read_manifest(directory)
-    names = part_names(record.parameters)
-    return record.config, {n: read_part(directory, n, record, dtype, shardings) for n in names}
+    record, params = read_manifest(directory), {}
+    check_weights(weights)
+    if record.weights is not None and weights not in (None, record.weights):
+        raise KvjaxError(
+            f"{directory} holds {record.weights} weights, and {weights} cannot be made of them; load it without "
+            f"weights={weights!r}, or convert its source again: python -m checkpoints_convert convert SRC DST "
+            f"--weights {weights}"
+        )
+    for name in part_names(record.parameters):
+        part = {name: read_part(directory, name, record, dtype, shardings)}
+        # A part at a time, so that no second copy of the model is ever held.
+        params |= part if weights is None or record.weights is not None else quantize_params(part, weights)
+    return record.config, params

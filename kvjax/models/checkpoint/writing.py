@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import os
 import shutil
@@ -31,6 +32,7 @@ from kvjax.models.checkpoint.manifest import (
     parameter_axes,
     part_names,
 )
+from kvjax.models.quantized_params import is_codes, weights_of
 from kvjax.utils.arguments import float_type
 from kvjax.utils.files import Unwritable, expand_user, lock, make_folder
 
@@ -49,7 +51,7 @@ class Writer:
     Args:
       directory: destination.
       config: of the model.
-      dtype: leaves are cast to it.
+      dtype: leaves are cast to it, but for codes.
       source: description of the origin.
       extra_files: contents by file name, as those of a tokenizer.
       replace: whether an existing checkpoint may be replaced; it stays until the new one is complete.
@@ -96,8 +98,9 @@ class Writer:
     def put(self, name: str, subtree: Any) -> None:
         """Writes one top-level entry of the parameters: a tree of arrays, or an array for `embedding`."""
         arrays = flatten_dict({name: subtree}, sep="/")
-        flat = {path: np.asarray(x).astype(self.dtype, copy=False) for path, x in arrays.items()}
-        axes = parameter_axes(self.config)
+        flat = {path: np.asarray(x) for path, x in arrays.items()}
+        flat = {path: x if is_codes(path) else x.astype(self.dtype, copy=False) for path, x in flat.items()}
+        axes = parameter_axes(self.config, weights_of({path: x.dtype for path, x in flat.items()}))
         chunks = {
             path: choose_chunk_shape(x.shape, axes.get(path, ()), x.dtype.itemsize, self.config)
             for path, x in flat.items()
@@ -118,13 +121,14 @@ class Writer:
                 self._finish()
 
     def _finish(self) -> None:
-        check_shapes(self.config, {p: tuple(x["shape"]) for p, x in self.parameters.items()}, "what was written")
+        record = Manifest(self.config, self.dtype.name, self.source, self.parameters, self.digests, {})
+        shapes = {p: tuple(x["shape"]) for p, x in self.parameters.items()}
+        check_shapes(self.config, shapes, "what was written", record.weights)
         for name, content in self.extra_files.items():
             (self.partial / name).parent.mkdir(exist_ok=True)  # of further chat templates
             (self.partial / name).write_bytes(content)
         files = {name: hashlib.sha256(content).hexdigest() for name, content in self.extra_files.items()}
-        record = Manifest(self.config, self.dtype.name, self.source, self.parameters, self.digests, files)
-        (self.partial / MANIFEST).write_text(record.to_json())
+        (self.partial / MANIFEST).write_text(dataclasses.replace(record, files=files).to_json())
         refuse_existing(self.directory, self.replace)
         if self.directory.exists():
             self.directory.rename(self._old)
@@ -151,8 +155,9 @@ def refuse_existing(directory: str | Path, replace: bool = False) -> None:
 def save(directory, config: Config, params: Mapping[str, Any], *, source="", extra_files=None, replace=False) -> None:
     """Writes the parameter tree of `Decoder(config)` in its dtype, float32 if leaves differ; see `Writer`."""
     flat: dict[str, Any] = flatten_dict(nn.unbox(params), sep="/")
-    check_shapes(config, {p: jnp.shape(x) for p, x in flat.items()}, "the parameter tree")
-    dtypes = {np.dtype(x.dtype) for x in flat.values()}
+    weights = weights_of({p: x.dtype for p, x in flat.items()})
+    check_shapes(config, {p: jnp.shape(x) for p, x in flat.items()}, "the parameter tree", weights)
+    dtypes = {np.dtype(x.dtype) for p, x in flat.items() if not is_codes(p)}
     dtype = dtypes.pop() if len(dtypes) == 1 else np.dtype("float32")
     with Writer(directory, config, dtype, source, extra_files=extra_files, replace=replace) as writer:
         for name in part_names(flat):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -10,7 +12,6 @@ from kvjax.eval.run import context_reader
 from kvjax.eval.run.context_reader import ContextReader
 from kvjax.testing import toy_model
 
-MODEL = toy_model()
 ROWS = [np.arange(1, 40, dtype=np.int32), np.arange(50, 61, dtype=np.int32)]
 METHODS = (
     "full",
@@ -19,6 +20,11 @@ METHODS = (
     "h2o:heavy=4,recent=4",
     "infllm:local=8,sinks=2,chunk=8,block=4,topk=2",
 )
+
+
+@functools.cache
+def make_model() -> kvjax.Model:
+    return toy_model()
 
 
 @pytest.fixture
@@ -36,8 +42,8 @@ def exact_reads(monkeypatch):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_it_reads_as_read_does(method):
-    expected = kvjax.read(MODEL, ROWS, method, headroom=20, width=64)
-    context = ContextReader(MODEL).read(ROWS, method, headroom_tokens=20, width=64)
+    expected = kvjax.read(make_model(), ROWS, method, headroom=20, width=64)
+    context = ContextReader(make_model()).read(ROWS, method, headroom_tokens=20, width=64)
     np.testing.assert_allclose(context.last_logits, expected.last_logits, atol=1e-5)
     assert context.cache.capacity == expected.cache.capacity and context.bytes == expected.bytes
     for a, b in zip(context.kept_positions(), expected.kept_positions(), strict=True):
@@ -48,7 +54,7 @@ def test_it_reads_as_read_does(method):
 
 
 def test_rows_go_through_the_model_once(exact_reads):
-    reads = ContextReader(MODEL)
+    reads = ContextReader(make_model())
     for method in ("full", "snapkv:budget=8,window=4", "kivi:bits=2,group=8,residual=8"):
         reads.read(ROWS, method, headroom_tokens=20, width=64)
         reads.read(ROWS[:1], method, headroom_tokens=20, width=64)
@@ -56,7 +62,7 @@ def test_rows_go_through_the_model_once(exact_reads):
 
 
 def test_the_oldest_rows_go_where_memory_is_short(exact_reads, monkeypatch):
-    reads = ContextReader(MODEL)
+    reads = ContextReader(make_model())
     monkeypatch.setattr(reads, "_max_exact_bytes", lambda: 2 * reads._exact_bytes(1, 64))
     for row in (0, 1, 0, 1, 0):
         reads.read(ROWS[row : row + 1], "full", headroom_tokens=20, width=64)
@@ -69,7 +75,7 @@ def test_the_oldest_rows_go_where_memory_is_short(exact_reads, monkeypatch):
 
 
 def test_rows_too_large_to_be_kept_are_read_by_each_method(exact_reads, monkeypatch):
-    reads = ContextReader(MODEL)
+    reads = ContextReader(make_model())
     monkeypatch.setattr(reads, "_max_exact_bytes", lambda: reads._exact_bytes(2, 64) - 1)
     context = reads.read(ROWS, "full", headroom_tokens=20, width=64)
     assert not exact_reads and context.cache.length.tolist() == [39, 11]
