@@ -36,12 +36,14 @@ class Report:
     tensors: int  # number of tensors compared
     logit_difference: float | None  # the worst one, relative to the largest logit; None if not compared
     lacking: tuple[str, ...] = ()  # packages that the comparison of logits needs and that are not installed
+    weights: str | None = None  # the kind of codes that were compared in place of the tensors
 
 
 def check(src, dst, *, compare_logits: bool | None = None, progress: Progress | None = None) -> Report:
     """Compares config, tokenizer files, every tensor (bit for bit, in the dtype of `dst`) and logits.
 
-    Of a directory with quantized kernels, the codes and scales of the source's tensors are compared, and no logits.
+    In a directory with quantized kernels, codes and scales are compared with those that the source's tensors give, and
+    logits are not compared.
 
     Args:
       src: the source.
@@ -70,12 +72,16 @@ def check(src, dst, *, compare_logits: bool | None = None, progress: Progress | 
         if not file.is_file() or file.read_bytes() != content:
             problems.append(f"{name}: not the source's")
     if not problems:
-        problems = _compare_tensors(source, plan, dst, record, progress)
+        compare = _compare_tensors if record.weights is None else _compare_codes
+        problems = compare(source, plan, dst, record, progress)
     lacking, difference, refusal = missing_packages(src), None, None
     if problems:
         refusal = f"{dst} is not {src}; convert it again:\n  " + "\n  ".join(problems)
     elif record.weights is not None and compare_logits:
-        refusal = f"logits of {record.weights} weights are not transformers'; compare the tensors alone, --tensors-only"
+        refusal = (
+            f"{dst} holds {record.weights} weights, whose logits are not transformers'; compare their codes alone, "
+            "check(.., compare_logits=False)"
+        )
     elif record.weights is None and (compare_logits or (compare_logits is None and not lacking)):
         difference = logit_difference(src, dst, record)
         if not difference <= LOGIT_TOLERANCE:
@@ -85,7 +91,7 @@ def check(src, dst, *, compare_logits: bool | None = None, progress: Progress | 
             )
     if refusal is not None:
         raise KvjaxError(refusal)
-    return Report(sum(len(b.sources) for b in plan.bindings), difference, lacking)
+    return Report(sum(len(b.sources) for b in plan.bindings), difference, lacking, record.weights)
 
 
 def _list_values(value: Any, name: str = "") -> dict[str, Any]:
@@ -110,16 +116,7 @@ def _compare_tensors(
     done, total = 0, sum(b.num_values for b in plan.bindings) * dtype.itemsize
     if progress:
         progress("", done, total)
-    parts = plan.parts.items() if record.weights is None else []
-    if record.weights is not None:
-        for name, part in read_parts(source, plan, dtype):
-            expected: dict[str, Any] = flatten_dict(quantize_params({name: part}, record.weights), sep="/")
-            found: dict[str, Any] = flatten_dict({name: checkpoint.read_part(dst, name, record)}, sep="/")
-            problems += [f"{path}: differs" for path, x in expected.items() if not np.array_equal(x, found[path])]
-            done += sum(b.num_values for b in plan.parts[name]) * dtype.itemsize
-            if progress:
-                progress(name, done, total)
-    for name, bindings in parts:
+    for name, bindings in plan.parts.items():
         flat = flatten_dict({name: checkpoint.read_part(dst, name, record)}, sep="/")
         ours = {p: np.asarray(x) for p, x in flat.items()}
         for b in bindings:
@@ -127,6 +124,25 @@ def _compare_tensors(
                 if not np.array_equal(joined, source.read(tensor).astype(dtype)):
                     problems.append(f"{tensor}: differs")
             done += b.num_values * dtype.itemsize
+        if progress:
+            progress(name, done, total)
+    return problems
+
+
+def _compare_codes(
+    source: Source, plan: ConversionPlan, dst: Path, record: checkpoint.Manifest, progress: Progress | None
+) -> list[str]:
+    """Quantizes the source's tensors again, one top-level entry at a time."""
+    assert record.weights is not None
+    problems, dtype = [], np.dtype(record.dtype)
+    done, total = 0, sum(b.num_values for b in plan.bindings) * dtype.itemsize
+    if progress:
+        progress("", done, total)
+    for name, part in read_parts(source, plan, dtype):
+        expected: dict[str, Any] = flatten_dict(quantize_params({name: part}, record.weights), sep="/")
+        ours: dict[str, Any] = flatten_dict({name: checkpoint.read_part(dst, name, record)}, sep="/")
+        problems += [f"{path}: differs" for path, x in expected.items() if not np.array_equal(x, ours[path])]
+        done += sum(b.num_values for b in plan.parts[name]) * dtype.itemsize
         if progress:
             progress(name, done, total)
     return problems

@@ -13,7 +13,7 @@ from checkpoints_convert.convert import convert
 from checkpoints_convert.describe import describe
 from checkpoints_convert.families import FAMILIES
 from checkpoints_convert.progress import progress_bar
-from kvjax.core.quantized_kernel import LARGEST_CODES
+from kvjax.core.quantized_kernel import CODE_RANGES
 from kvjax.errors import KvjaxError
 from kvjax.utils import arguments
 from kvjax.utils.files import Unwritable
@@ -46,14 +46,16 @@ def run_convert(args: argparse.Namespace) -> str:
 def run_check(args: argparse.Namespace) -> str:
     with progress_bar("check") as progress:
         report = check(args.src, args.dst, compare_logits=False if args.tensors_only else None, progress=progress)
-    difference = report.logit_difference
-    if difference is not None:
+    difference, equal = report.logit_difference, "equal the source"
+    if report.weights is not None:
+        equal, outcome = f"equal the source in {report.weights}", "not compared"
+    elif difference is not None:
         outcome = f"within {difference:.1e} of the largest, against transformers"
     else:
         outcome = "not compared"
         if not args.tensors_only:
             outcome += f', for want of {", ".join(report.lacking)}: pip install "kvjax[parity]"'
-    return f"{args.dst}: config and all {report.tensors} tensors equal the source; logits {outcome}"
+    return f"{args.dst}: config and all {report.tensors} tensors {equal}; logits {outcome}"
 
 
 def run_inspect(args: argparse.Namespace) -> Table:
@@ -85,8 +87,8 @@ def parser() -> argparse.ArgumentParser:
     )
     convert_command.add_argument(
         "--weights",
-        choices=tuple(LARGEST_CODES),
-        help="kernels in 8 bits with a scale by output channel, or in 4 by groups of 128 rows (default: in --dtype)",
+        choices=tuple(CODE_RANGES),
+        help="kernels in 8 bits with a scale by output channel, or in 4 by groups of 32 inputs (default: in --dtype)",
     )
     convert_command.add_argument(
         "--force", action="store_true", help="replace DST if it is a kvjax directory, once the new one is complete"

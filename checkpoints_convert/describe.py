@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 
 from checkpoints_convert.conversion_plan import plan_conversion
@@ -16,6 +17,7 @@ from kvjax.core.rope import Rope
 from kvjax.errors import KvjaxError, escape_unprintable
 from kvjax.models import Config, checkpoint
 from kvjax.models.kinds import LayerKind, MlpKind
+from kvjax.models.quantized_params import count_bits, count_parameters
 from kvjax.utils.display import count
 from kvjax.utils.files import expand_user
 
@@ -27,10 +29,14 @@ def describe(directory: str | Path) -> Lines:
     path = expand_user(directory)
     if checkpoint.is_checkpoint(path):
         record = checkpoint.read_manifest(path)
-        shapes = [tuple(x["shape"]) for x in record.parameters.values()]
-        item_bytes = np.dtype(record.dtype).itemsize
-        stored = [(shape, record.dtype, math.prod(shape) * item_bytes) for shape in shapes]
+        shapes = {name: tuple(x["shape"]) for name, x in record.parameters.items()}
+        types = {name: x["dtype"] for name, x in record.parameters.items()}
+        stored = [
+            (shape, types[name], math.prod(shape) * count_bits(jnp.dtype(types[name])) // 8)
+            for name, shape in shapes.items()
+        ]
         lines = {"format": "kvjax", "source": record.source} | _describe_weights(stored)
+        lines["parameters"] = f"{count_parameters(shapes):,}"
         lines["tokenizer"] = "tokenizer.json" if (path / "tokenizer.json").is_file() else "none"
         lines |= _describe_config(record.config)
     else:

@@ -36,7 +36,7 @@ DTYPE: Any = {
 }
 WEIGHTS: Any = {
     "choices": ("int8", "int4"),
-    "help": "kernels in 8 bits with a scale by output channel, or in 4 by groups of 128 rows (default: as stored)",
+    "help": "kernels in 8 bits with a scale by output channel, or in 4 by groups of 32 inputs (default: as stored)",
 }
 GENERATE_OPTIONS = (
     "max_new_tokens",

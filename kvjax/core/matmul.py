@@ -15,9 +15,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Float, Float32, Int32
 
-from kvjax.core.quantized_kernel import dequantize
+from kvjax.core.quantized_kernel import dequantize, has_groups
 from kvjax.core.types import Array
 
 FEW_TOKENS = 64
@@ -37,24 +38,35 @@ CPUINFO = pathlib.Path("/proc/cpuinfo")
 
 def matmul(x: Float[Array, "T D"], w: Float[Array, "D F"] | Mapping[str, Array]) -> Float[Array, "T F"]:
     """Multiplies vectors by a weight, which may be a `QuantizedKernel`; the result is in x's dtype."""
-    if isinstance(w, Mapping):
-        # Tied to x, as a GPU's compiler may otherwise decode the weights of all layers before a loop over tokens. The
-        # CPU's drops the barrier, and does so.
-        x, w = lax.optimization_barrier((x, dict(w)))
-        if w["codes"].dtype != jnp.int8:
-            return matmul(x, dequantize(w).astype(x.dtype))
-        # The scales after the product: a GPU then converts the codes inside of it, and writes no decoded matrix.
-        return matmul(x, w["codes"].astype(x.dtype)) * w["scale"].astype(x.dtype)[None]
+    if not isinstance(w, Mapping):
+        return _multiply(x, w, x.dtype)
+    # Tied to x, as a GPU's compiler may otherwise decode the weights of all layers before a loop over tokens. The CPU's
+    # drops the barrier, and does so.
+    x, kernel = lax.optimization_barrier((x, dict(w)))
+    if has_groups(kernel):
+        decoded = dequantize(kernel).astype(x.dtype)
+        if jax.default_backend() == "gpu":
+            # The compiler prefers this matrix transposed, and would transpose the codes of all layers before a loop: a
+            # second copy of them in memory.
+            decoded = with_layout_constraint(decoded, Layout((0, 1)))
+        return _multiply(x, decoded, x.dtype)
+    # The scales come after the product: a GPU then converts the codes inside of it, and writes no decoded matrix. Sums
+    # of codes, a hundred times as large as those of weights, may exceed float16.
+    product = _multiply(x, kernel["codes"].astype(x.dtype), jnp.float32 if x.dtype == jnp.float16 else x.dtype)
+    return (product * kernel["scale"].astype(product.dtype)[None]).astype(x.dtype)
+
+
+def _multiply(x: Array, w: Array, dtype: Any) -> Array:
+    """Multiplies x [T D] by w [D F] and returns the sums in a dtype."""
     if _sums_in_float32(x):
-        return _product_in_float32(x, w, (((1,), (0,)), ((), ()))).astype(x.dtype)
+        return _product_in_float32(x, w, (((1,), (0,)), ((), ()))).astype(dtype)
     if len(x) == 1 and x.dtype == jnp.float32 and w.size >= LARGE_WEIGHT and jax.default_backend() == "cpu":
         # Split along the contracted axis: XLA:CPU multiplies a single row on one core.
         parts = math.gcd(w.shape[0], MAX_PARTS)
         x, w = x.reshape(parts, 1, -1), w.reshape(parts, -1, w.shape[1])
         return lax.dot_general(x, w, (((2,), (1,)), ((0,), (0,)))).sum(0)
-    if jax.default_backend() == "gpu":
-        return (_pad_single_row(x) @ w)[: len(x)]
-    return x @ w
+    rows = _pad_single_row(x) if jax.default_backend() == "gpu" else x
+    return jnp.matmul(rows, w, preferred_element_type=dtype)[: len(x)]
 
 
 def grouped_matmul(

@@ -69,7 +69,7 @@ class KvjaxLM(TemplateLM):
       max_gen_toks: most tokens of a generated text, where a task does not say.
       prefix_token_id: opens texts without a prompt (default: the model's beginning-of-sequence id, else its first
         end-of-sequence id).
-      dtype: as in `kvjax.load`.
+      dtype, weights: as in `kvjax.load`.
       seed: of sampling.
       max_batch_size, device: lm_eval's, and change nothing: JAX chooses the device (JAX_PLATFORMS).
       load: files or modules with methods of your own.
@@ -87,6 +87,7 @@ class KvjaxLM(TemplateLM):
         max_gen_toks: int = 256,
         prefix_token_id: int | None = None,
         dtype: str | None = None,
+        weights: str | None = None,
         seed: int = 0,
         max_batch_size: int | None = None,
         device: str | None = None,
@@ -101,7 +102,7 @@ class KvjaxLM(TemplateLM):
                 f"unknown argument {next(iter(unknown))!r} of the model kvjax; if it belongs to the method, write '/' "
                 "for ',' inside the method, as in method=kcache:n=64/device_layers=1, or give model_args as JSON"
             )
-        self.model = model if isinstance(model, Model) else models.load(model, dtype=dtype)
+        self.model = model if isinstance(model, Model) else models.load(model, dtype=dtype, weights=weights)
         for source in [load] if isinstance(load, str) else load:
             load_methods(source)
         self.method = method_of(_restore_commas(method) if isinstance(method, str) else method)

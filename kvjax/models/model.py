@@ -31,7 +31,7 @@ from kvjax.models.chat_template import ChatTemplate
 from kvjax.models.config import Config
 from kvjax.models.decoder import init
 from kvjax.models.fingerprint import fingerprint
-from kvjax.models.quantized_params import quantize_params, weights_of
+from kvjax.models.quantized_params import count_parameters, quantize_params, weights_of
 from kvjax.models.sharding import param_shardings
 from kvjax.models.tokenizer import Tokenizer
 from kvjax.processes import require_agreement
@@ -67,7 +67,7 @@ class Model:
 
     def __repr__(self) -> str:
         flat: dict[str, Any] = flatten_dict(self.params, sep="/")
-        c, num_parameters = self.config, sum(x.size for path, x in flat.items() if not path.endswith("/kernel/scale"))
+        c, num_parameters = self.config, count_parameters({path: x.shape for path, x in flat.items()})
         numbers = f"{self.dtype}" if self.weights is None else f"{self.dtype}, kernels in {self.weights}"
         shape = f"{c.layers} layers, width {c.width}, {c.describe_heads()}"
         return f"Model({self.name or 'no name'}: {num_parameters:,} parameters in {numbers}, {shape})"
@@ -126,20 +126,23 @@ class Model:
         vars(other)["_computed_of_params"] = self._computed()
         return other
 
+    @leaves_callers_mesh
     def with_weights(self, weights: str) -> Model:
-        """Returns the model with its kernels in codes: 8 bits with a scale by output channel, or 4 by groups of rows.
+        """Returns the model with its kernels in codes of 8 bits or 4; this model does not change.
 
-        Embeddings, norms, biases, sinks and routers stay as they are, and so does `dtype`. Each kernel's codes are
-        made once: this model is not changed. A gradient passes through the maps to their inputs, and not to codes.
+        Embeddings, norms, biases, sinks and routers stay as they are, and so does `dtype`. A gradient passes through
+        the maps to their inputs, and JAX refuses one with respect to codes: train the exact model, and quantize then.
 
         Args:
-          weights: "int8" or "int4"; groups have 128 input rows.
+          weights: "int8" has a scale for each output channel, "int4" one for each 32 inputs of an output channel.
 
         Raises:
           KvjaxError: for any other kind, and where the model has the other kind of codes already.
         """
+        if weights is None:
+            raise KvjaxError("weights=None names no kind of codes; take 'int8' or 'int4', or use the model as it is")
         check_weights(weights)
-        if weights is None or self.weights == weights:
+        if self.weights == weights:
             return self
         if self.weights is not None:
             raise KvjaxError(

@@ -6,6 +6,7 @@ biases, sinks, routers, and latent attention's up-projections of keys and values
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,17 +16,22 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from kvjax.core.explicit_axes import leave_explicit_mesh
-from kvjax.core.quantized_kernel import LARGEST_CODES, quantize
+from kvjax.core.quantized_kernel import CODE_RANGES, has_groups, quantize
 
 GROUPS = "groups"
-"""The axis of a scale that counts groups of input rows. No mesh divides it, as a group may lie on two devices."""
+"""The axis of a scale that counts groups of inputs. No mesh divides it, as a group may lie on two devices."""
 
 
-def _find_axes(path: tuple[str, ...], ndim: int) -> tuple[int, int] | None:
-    """Returns the numbers of maps' and of input axes of a kernel; None for a parameter that is not quantized."""
+def kernel_axes(path: tuple[str, ...], ndim: int) -> dict[str, int] | None:
+    """Returns how many axes of a kernel count maps and inputs, as arguments of `quantize`.
+
+    None for a parameter that is not quantized.
+    """
     if path[-1] != "kernel" or path[-2] == "router":
         return None
-    return int(path[-3:-2] == ("mlp",) and ndim == 3), 3 if path[-2] == "o" else 1
+    # Kernels of experts are [E in out]; those of attention have as many axes, and its output map reads three of them.
+    is_of_experts = path[-3:-2] == ("mlp",) and ndim == 3
+    return {"num_maps": int(is_of_experts), "num_inputs": 3 if path[-2] == "o" else 1}
 
 
 def quantize_params(params: Mapping[str, Any], weights: str) -> dict[str, Any]:
@@ -37,9 +43,8 @@ def quantize_params(params: Mapping[str, Any], weights: str) -> dict[str, Any]:
     """
     flat: dict[tuple[str, ...], Any] = flatten_dict(params)
     for path, x in flat.items():
-        if (axes := _find_axes(path, x.ndim)) is not None:
-            kernel = leave_explicit_mesh(jnp.asarray(x))
-            flat[path] = quantize(kernel, weights=weights, num_maps=axes[0], num_inputs=axes[1])
+        if (axes := kernel_axes(path, x.ndim)) is not None:
+            flat[path] = quantize(leave_explicit_mesh(jnp.asarray(x)), weights=weights, **axes)
     return unflatten_dict(flat)
 
 
@@ -47,17 +52,14 @@ def quantize_boxes(boxes: Mapping[str, Any], weights: str) -> dict[str, Any]:
     """Does the same with shapes that are boxed with their axis letters, as `abstract_params` returns them."""
     flat: dict[tuple[str, ...], Any] = flatten_dict(boxes)
     for path, box in flat.items():
-        if (axes := _find_axes(path, box.value.ndim)) is None:
+        if (axes := kernel_axes(path, box.value.ndim)) is None:
             continue
-        num_maps, num_inputs = axes
-        shapes = jax.eval_shape(
-            lambda x, n=num_maps, m=num_inputs: quantize(x, weights=weights, num_maps=n, num_inputs=m), box.value
-        )
-        groups = (GROUPS,) * (weights == "int4")
-        names = box.names[:num_maps] + groups + box.names[num_maps + num_inputs :]
+        shapes = jax.eval_shape(lambda x, axes=axes: quantize(x, weights=weights, **axes), box.value)
+        maps, outputs = box.names[: axes["num_maps"]], box.names[sum(axes.values()) :]
+        groups = (GROUPS,) if has_groups(shapes) else ()
         flat[path] = {
             "codes": nn.LogicallyPartitioned(shapes["codes"], box.names),
-            "scale": nn.LogicallyPartitioned(shapes["scale"], names),
+            "scale": nn.LogicallyPartitioned(shapes["scale"], (*maps, *groups, *outputs)),
         }
     return unflatten_dict(flat)
 
@@ -70,7 +72,12 @@ def is_codes(path: str) -> bool:
 def weights_of(dtypes: Mapping[str, Any]) -> str | None:
     """Returns the kind of codes, given the dtypes of parameters by their paths; None where no kernel is quantized."""
     names = {str(dtype) for path, dtype in dtypes.items() if is_codes(path)}
-    return next((name for name in LARGEST_CODES if names == {name}), None)
+    return next((name for name in CODE_RANGES if names == {name}), None)
+
+
+def count_parameters(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Counts the numbers of a model, given the shapes of its arrays by their paths; scales of codes do not count."""
+    return sum(math.prod(shape) for path, shape in shapes.items() if not path.endswith("/kernel/scale"))
 
 
 def count_bits(dtype: Any) -> int:

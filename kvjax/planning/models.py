@@ -19,7 +19,7 @@ from checkpoints_convert.families import FAMILIES
 from checkpoints_convert.hf_config import is_integer, is_number
 from checkpoints_convert.source import Directory
 from kvjax.core.attention import Rule
-from kvjax.core.quantized_kernel import GROUP_ROWS
+from kvjax.core.quantized_kernel import GROUP_INPUTS
 from kvjax.core.rope import Rope, RopeScaling, yarn_scaling
 from kvjax.errors import KvjaxError
 from kvjax.models import checkpoint
@@ -118,7 +118,7 @@ def bytes_per_weight(dtype: str, weights: str | None) -> float:
     itemsize = arguments.float_type(dtype).itemsize
     if weights is None:
         return itemsize
-    return CODE_BYTES[weights] + (itemsize / GROUP_ROWS if weights == "int4" else 0)
+    return CODE_BYTES[weights] + (itemsize / GROUP_INPUTS if weights == "int4" else 0)
 
 
 def _llama(layers: int, width: int, heads: int, mlp_width: int) -> Config:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -21,11 +22,15 @@ from kvjax.registry.registration import REGISTRY, is_builtin
 from tests.contract.test_conformance import LastTokens
 from tests.helpers.state_reads import count_reads
 
-TESTBED = kvjax.load("testbed").config
 LLAMA = kvjax.Config.llama(512, 4096, 32, heads=32, kv_heads=8, head_dim=128, mlp_width=448, max_positions=131_072)
 SMALL = kvjax.Config.llama(512, 96, 3, heads=6, kv_heads=2, head_dim=16, mlp_width=448, max_positions=8192)
 HEADS = SMALL.kind(0).attention
 NAMES = sorted(name for name, entry in load_all().items() if is_builtin(entry.make))
+
+
+@functools.cache
+def testbed_config() -> kvjax.Config:
+    return kvjax.load("testbed").config
 
 
 def by_hand(method: str, c: kvjax.Config, S: int, batch: int) -> StepBytes:
@@ -94,15 +99,15 @@ MORE_THAN_FULL = {
 @pytest.mark.parametrize("name", NAMES)
 def test_a_method_reads_what_its_traced_step_reads(name):
     example, total = REGISTRY[name].example, StepBytes()
-    for index, (said, found) in enumerate(count_reads(kvjax.parse(example), TESTBED, 4096, "bfloat16")):
+    for index, (said, found) in enumerate(count_reads(kvjax.parse(example), testbed_config(), 4096, "bfloat16")):
         # Counters of a few bytes are read by an append alone, and an append that is rarely due counts nothing.
         assert 0 <= said.device - found.device <= 16, (index, said, found)
         assert (said.link, said.host) == (found.link, found.host), (index, said, found)
         total += said
     # Both as planned, which is an upper bound where layers divide a budget by the prompt.
-    short, long = (kvjax.step_bytes(example, TESTBED, n, dtype="bfloat16") for n in (2048, 4096))
+    short, long = (kvjax.step_bytes(example, testbed_config(), n, dtype="bfloat16") for n in (2048, 4096))
     assert short.device <= long.device and short.link <= long.link and short.host <= long.host
-    full = kvjax.step_bytes("full", TESTBED, 4096, capacity=4112, dtype="bfloat16").device
+    full = kvjax.step_bytes("full", testbed_config(), 4096, capacity=4112, dtype="bfloat16").device
     assert (total.device + total.link + total.host > full) == (name in MORE_THAN_FULL), (total, full)
 
 
@@ -117,7 +122,7 @@ COMPOSITIONS = (
 
 @pytest.mark.parametrize("method", COMPOSITIONS.split(";"))
 def test_composed_methods_read_what_their_traced_steps_read(method):
-    for index, (said, found) in enumerate(count_reads(kvjax.parse(method), TESTBED, 3000, "float32")):
+    for index, (said, found) in enumerate(count_reads(kvjax.parse(method), testbed_config(), 3000, "float32")):
         assert 0 <= said.device - found.device <= 16, (index, said, found)
         assert (said.link, said.host) == (found.link, found.host), (index, said, found)
 

@@ -10,6 +10,7 @@ import sys
 import tracemalloc
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -378,6 +379,27 @@ def test_command_line(tmp_path, capsys):
     assert main(["convert", source, out]) == 1
     assert "error: " in capsys.readouterr().err
     assert main(["convert", source, out, "--force"]) == 0
+
+
+@pytest.mark.parametrize(("family", "weights"), [("loud/deepseek_v2", "int8"), ("qwen2", "int4")])
+def test_kernels_are_written_in_codes(tmp_path, capsys, family, weights):
+    source, out = str(ROOT / family), str(tmp_path / "out")
+    assert main(["convert", source, out, "--weights", weights]) == 0
+    assert main(["check", source, out]) == 0
+    assert f"tensors equal the source in {weights}; logits not compared" in capsys.readouterr().out
+    ours, exact = describe(out), describe(source)
+    assert f"{weights} (" in ours["types"] and ours["parameters"] == exact["parameters"]
+    convert(source, tmp_path / "exact")
+    loaded, expected = kvjax.load(out), kvjax.load(tmp_path / "exact", weights=weights)
+    assert loaded.weights == weights and loaded.config == expected.config
+    assert loaded.fingerprint == expected.fingerprint
+    with pytest.raises(KvjaxError, match=f"holds {weights} weights, whose logits are not transformers'"):
+        check(source, out, compare_logits=True)
+    part = dict(loaded.params["layer_0"])
+    part["mlp"] = {**part["mlp"], "up": jax.tree.map(lambda x: -x, part["mlp"]["up"])}
+    checkpoint.save(out, loaded.config, {**loaded.params, "layer_0": part}, replace=True)
+    with pytest.raises(KvjaxError, match="layer_0/mlp/up/kernel/codes: differs"):
+        check(source, out)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from checkpoints_convert.convert import read
+import kvjax
+from checkpoints_convert.check import check
+from checkpoints_convert.convert import convert, read
 from checkpoints_convert.describe import describe
 from checkpoints_convert.mxfp4 import dequantize
 from checkpoints_convert.source import Directory
@@ -78,6 +80,16 @@ def test_a_quantized_checkpoint_is_that_of_its_numbers(tmp_path):
     lines = describe(tmp_path / "codes")
     assert lines["convertible"] == "yes" and "MXFP4 (2)" in lines["types"]
     assert lines["parameters"] == describe(tmp_path / "numbers")["parameters"]
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_its_numbers_become_codes_of_kvjax(tmp_path, weights):
+    for name in ("codes", "numbers"):
+        write_gpt_oss(tmp_path / name, quantized=name == "codes")
+        convert(tmp_path / name, tmp_path / f"{name} out", weights=weights)
+    ours, expected = (kvjax.load(tmp_path / f"{name} out") for name in ("codes", "numbers"))
+    assert ours.weights == weights and ours.fingerprint == expected.fingerprint
+    assert check(tmp_path / "codes", tmp_path / "codes out").weights == weights
 
 
 def test_codes_without_their_scales_are_named(tmp_path):

@@ -71,6 +71,10 @@ def greedy_continuation(context, n):
     return tokens[len(context) :]
 
 
+def test_a_model_by_name_holds_its_weights_in_codes():
+    assert KvjaxLM("testbed", weights="int8").model.weights == "int8"
+
+
 def test_loglikelihood_under_full_is_that_of_the_logits():
     lm = KvjaxLM(make_toy(), "full", batch_size=2)
     pairs = [(CONTEXT, "Fog."), (CONTEXT, "Nobody asked"), ("a b ", "c"), ("", "lights")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -17,13 +18,21 @@ from kvjax.models.tokenizer import Tokenizer
 from kvjax.testbed import vocab
 from kvjax.testing import toy_model
 
-MODEL = toy_model(layers=1, windows=(25,))
-OTHER = kvjax.random_model(MODEL.config, seed=5)
 RNG = np.random.default_rng(0)
 DOCUMENTS = [RNG.integers(0, 97, n).tolist() for n in (40, 23, 1)]
 MORE = [RNG.integers(0, 97, n).tolist() for n in (9, 2, 5)]
 QUESTIONS = [RNG.integers(0, 97, n).tolist() for n in (3, 5, 4)]
 APPEND_ONLY = ("full", "int4 + offload", "quest:budget=12,page=4,device_layers=0")
+
+
+@functools.cache
+def make_model() -> kvjax.Model:
+    return toy_model(layers=1, windows=(25,))
+
+
+@functools.cache
+def make_other() -> kvjax.Model:
+    return kvjax.random_model(make_model().config, seed=5)
 
 
 def assert_same_context(a: kvjax.Context, b: kvjax.Context, atol: float = 1e-6) -> None:
@@ -37,7 +46,7 @@ def assert_same_context(a: kvjax.Context, b: kvjax.Context, atol: float = 1e-6) 
 
 @pytest.mark.parametrize("method", APPEND_ONLY)
 def test_cropping_takes_back_what_was_fed(method):
-    before = kvjax.read(MODEL, DOCUMENTS, f"{method} + in_windows", headroom=40)
+    before = kvjax.read(make_model(), DOCUMENTS, f"{method} + in_windows", headroom=40)
     after = before.feed(MORE).crop([len(d) for d in DOCUMENTS])
     assert_same_context(after, before)
     kinds = [[memory.memory_kind(x) for x in jax.tree.leaves(c.cache)] for c in (before, after)]
@@ -47,9 +56,9 @@ def test_cropping_takes_back_what_was_fed(method):
 def test_cropping_goes_back_into_the_prompt():
     lengths = [30, 20, 1]
     short = [d[:n] for d, n in zip(DOCUMENTS, lengths, strict=True)]
-    whole = kvjax.read(MODEL, DOCUMENTS, "full", capacity=64)
+    whole = kvjax.read(make_model(), DOCUMENTS, "full", capacity=64)
     cropped = whole.crop(lengths)
-    assert_same_context(cropped, kvjax.read(MODEL, short, "full", capacity=64), atol=2e-5)
+    assert_same_context(cropped, kvjax.read(make_model(), short, "full", capacity=64), atol=2e-5)
     emptied = cropped.crop(0)
     np.testing.assert_allclose(emptied.feed(DOCUMENTS).last_logits, whole.last_logits, atol=2e-5)
 
@@ -60,7 +69,7 @@ CODED = "kivi:bits=2,group=8,residual=8"
 @pytest.mark.parametrize("method", ["full", "int4 + offload", CODED, f"{CODED} + in_windows"])
 @pytest.mark.parametrize("lengths", [0, [0, 25, 0]])
 def test_a_sequence_of_no_tokens_is_empty_whatever_has_left_its_window_or_is_coded_for_good(method, lengths):
-    whole = kvjax.read(MODEL, DOCUMENTS, method, headroom=40).feed(MORE)
+    whole = kvjax.read(make_model(), DOCUMENTS, method, headroom=40).feed(MORE)
     before = jax.tree.map(np.array, whole.cache)
     emptied, first = whole.crop(lengths), whole.cache
     none = functional.empty(first.plan, first.config, 3, first.capacity)
@@ -73,16 +82,16 @@ def test_a_sequence_of_no_tokens_is_empty_whatever_has_left_its_window_or_is_cod
 
 def test_a_ring_gives_back_all_that_it_still_holds():
     """The first sequence has filled its ring of 41 tokens and goes on, the others have not."""
-    whole = kvjax.read(MODEL, DOCUMENTS, "full", headroom=40).feed(MORE)
+    whole = kvjax.read(make_model(), DOCUMENTS, "full", headroom=40).feed(MORE)
     lengths = [32, 3, 1]
-    expected = kvjax.read(MODEL, [d[:n] for d, n in zip(DOCUMENTS, lengths, strict=True)], "full", capacity=128)
+    expected = kvjax.read(make_model(), [d[:n] for d, n in zip(DOCUMENTS, lengths, strict=True)], "full", capacity=128)
     np.testing.assert_allclose(whole.crop(lengths).feed(MORE).last_logits, expected.feed(MORE).last_logits, atol=2e-5)
     with pytest.raises(IncompatibleMethod, match="crop to 32 tokens or more"):
         whole.crop([31, 0, 0])
 
 
 def test_a_prefix_that_others_share_stays():
-    context = kvjax.read(MODEL, DOCUMENTS[:1], "full").extend_prefix(MORE)
+    context = kvjax.read(make_model(), DOCUMENTS[:1], "full").extend_prefix(MORE)
     with pytest.raises(IncompatibleMethod, match="in a shared prefix"):
         context.crop(0)
 
@@ -105,12 +114,12 @@ FED = ([[5, 6], [], [7]], [[], [8, 9, 10], []])
     ],
 )
 def test_a_sequence_without_more_text_stays_as_it_is(method):
-    context = kvjax.read(MODEL, DOCUMENTS, method, headroom=40)
+    context = kvjax.read(make_model(), DOCUMENTS, method, headroom=40)
     for more in FED:
         fed = context.feed(more)
         lengths = [len(text) + len(row) for text, row in zip(DOCUMENTS, more, strict=True)]
         assert fed.cache.length.tolist() == lengths and [len(row) for row in fed.ids] == lengths
-        logits, longer = kvjax.extend(MODEL, more, context.cache)
+        logits, longer = kvjax.extend(make_model(), more, context.cache)
         assert logits.shape[1] == max(map(len, more)) and longer.length.tolist() == lengths
         for i, row in enumerate(more):
             alone = context.take([i])
@@ -153,7 +162,7 @@ def test_texts_may_be_empty_too_but_not_all_of_them():
 
 def test_groups_that_are_coded_stay_coded():
     """Keys leave a residual of 8 tokens in groups, values one by one."""
-    before = kvjax.read(MODEL, [list(range(20))] * 2, f"{CODED} + in_windows", headroom=40)
+    before = kvjax.read(make_model(), [list(range(20))] * 2, f"{CODED} + in_windows", headroom=40)
     fed = before.feed([[1, 2], [3, 4]])
     with pytest.raises(IncompatibleMethod, match="sequence 0 of layer 0 cannot give back its last 2 tokens, 1 at most"):
         fed.crop(20)
@@ -173,17 +182,17 @@ def test_groups_that_are_coded_stay_coded():
     ],
 )
 def test_a_method_that_cannot_go_back_says_so(method, slot):
-    context = kvjax.read(MODEL, DOCUMENTS, f"{method} + in_windows", headroom=40)
+    context = kvjax.read(make_model(), DOCUMENTS, f"{method} + in_windows", headroom=40)
     with pytest.raises(IncompatibleMethod, match=slot + ".*keep the (one|context) of before"):
         context.crop(0)
 
 
 def test_after_a_crop_something_must_be_fed(tmp_path):
-    context = kvjax.read(MODEL, DOCUMENTS, "full", headroom=40).crop(1)
+    context = kvjax.read(make_model(), DOCUMENTS, "full", headroom=40).crop(1)
     for call in (context.generate, lambda: context.score(QUESTIONS)):
         with pytest.raises(KvjaxError, match="known when something has been fed"):
             call()
-    resumed = kvjax.resume(MODEL, context.save(tmp_path / "cropped"))
+    resumed = kvjax.resume(make_model(), context.save(tmp_path / "cropped"))
     assert resumed.ask(QUESTIONS, max_new_tokens=3).tokens == context.ask(QUESTIONS, max_new_tokens=3).tokens
     assert context.feed([[5], [6], [7]]).generate(max_new_tokens=2).decode_steps == 1
 
@@ -198,7 +207,7 @@ def test_after_a_crop_something_must_be_fed(tmp_path):
     ],
 )
 def test_branches_and_joined_rows_are_the_rows(method):
-    context = kvjax.read(MODEL, DOCUMENTS[:2], method, headroom=40)
+    context = kvjax.read(make_model(), DOCUMENTS[:2], method, headroom=40)
     branched = context.fork(2)
     assert branched.num_sequences == 4 and branched.cache.length.tolist() == [40, 40, 23, 23]
     for x, y in zip(jax.tree.leaves(branched.cache), jax.tree.leaves(context.cache), strict=True):
@@ -271,13 +280,13 @@ def test_what_all_sequences_share_is_stored_once_when_batches_are_joined(sizes):
         (lambda c: c.take([]), "a list of one number or more"),
         (lambda c: c.fork(0), "times must be an integer from 1 to 2147483647, got 0"),
         (lambda c: kvjax.cache_ops.join([]), "no caches were given"),
-        (lambda c: c.join(kvjax.read(MODEL, [[1]], "int4", capacity=128)), "another model or method"),
-        (lambda c: c.join(kvjax.read(OTHER, [[1]], "full", capacity=128)), "of a model with other weights"),
-        (lambda c: c.join(kvjax.read(MODEL, [[1]], "full", capacity=256)), "room for 256 tokens per sequence"),
+        (lambda c: c.join(kvjax.read(make_model(), [[1]], "int4", capacity=128)), "another model or method"),
+        (lambda c: c.join(kvjax.read(make_other(), [[1]], "full", capacity=128)), "of a model with other weights"),
+        (lambda c: c.join(kvjax.read(make_model(), [[1]], "full", capacity=256)), "room for 256 tokens per sequence"),
     ],
 )
 def test_bad_input_is_named(call, says):
-    context = kvjax.read(MODEL, DOCUMENTS, "full", capacity=128)
+    context = kvjax.read(make_model(), DOCUMENTS, "full", capacity=128)
     with pytest.raises(KvjaxError, match=says):
         call(context)
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from kvjax import KvjaxError, methods, parse, planned_bytes
+from kvjax import Config, KvjaxError, methods, parse, planned_bytes
 from kvjax.cache.eviction.budgets import TokenBudget
 from kvjax.registry.loading import load_all
 from kvjax.registry.registration import MAX_NUMBER
-from kvjax.testing import toy_model
 
-CONFIG = toy_model(layers=2).config
+CONFIG = Config.llama(97, 32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp_width=48)
 INTEGERS = [(r, n) for r in load_all().values() for n, p in r.parameters.items() if p.annotation in (int, TokenBudget)]
 
 

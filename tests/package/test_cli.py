@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import subprocess
@@ -239,3 +240,37 @@ def test_python_may_leave_docstrings_out():
     command = [sys.executable, "-OO", "-m", "kvjax", "methods", "full", "kcache"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0 and done.stderr == "" and "\nkcache(n: int = 128" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("module", "args"),
+    [
+        ("kvjax", ["generate", "--prompt", "a"]),
+        ("kvjax", ["generate", "--chat", "--prompt", "a"]),
+        ("kvjax", ["calibrate", "bases", "testbed", "table.npz"]),
+        ("kvjax.eval.run.eval_command", ["eval"]),
+        ("kvjax.eval.run.eval_command", ["demo"]),
+        ("kvjax.explore.explore_command", ["explore"]),
+    ],
+)
+def test_every_command_that_opens_a_model_asks_for_its_weights(module, args, tmp_path, monkeypatch):
+    class Opened(Exception):
+        pass
+
+    def load(name, weights=None, **_):
+        raise Opened(weights)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(importlib.import_module(module), "load", load)
+    with pytest.raises(Opened, match="int4"):
+        cli.main([*args, "--weights", "int4"])
+
+
+def test_generate_holds_weights_in_codes(capsys):
+    args = ["generate", "--prompt", "def main():", "--max-new-tokens", "4", "--json", "--method", "full"]
+    assert cli.main([*args, "--weights", "int8"]) == 0
+    expected = kvjax.generate(kvjax.load("testbed", weights="int8"), ["def main():"], "full", max_new_tokens=4)
+    assert json.loads(capsys.readouterr().out)["tokens"] == expected.tokens
+    with pytest.raises(SystemExit):
+        cli.main([*args, "--weights", "int3"])
+    assert "invalid choice: 'int3' (choose from" in capsys.readouterr().err

@@ -34,9 +34,11 @@ if __name__ == "__main__":
         for s in x.addressable_shards
     }
     found = {"read": read, "shards": shards, "weights": model.fingerprint}
+    found["int8"] = kvjax.load(folder / "whole", mesh=mesh, weights="int8").fingerprint
     refused = {
         "checkpoint": lambda: kvjax.load(folder / ("whole", "other")[number - 1], mesh=mesh),
         "dtype": lambda: kvjax.load(folder / "whole", mesh=mesh, dtype=("float32", "bfloat16")[number - 1]),
+        "kind of weights": lambda: kvjax.load(folder / "whole", mesh=mesh, weights=("int8", None)[number - 1]),
         "evaluation": lambda: kvjax.eval.compare(
             kvjax.load("testbed", mesh=mesh),
             ("full", "offload")[number - 1],

@@ -42,6 +42,7 @@ def test_a_process_reads_what_it_holds(outcome):
     for number, found in enumerate(outcome["found"]):
         assert 0.45 * files < found["read"] < 0.55 * files
         assert found["weights"] == outcome["model"].fingerprint
+        assert found["int8"] == outcome["model"].with_weights("int8").fingerprint
         flat = jax.tree_util.tree_leaves_with_path(outcome["model"].params["layer_1"])
         for path, x in flat:
             bounds, values = found["shards"][jax.tree_util.keystr(path)]
@@ -56,6 +57,7 @@ def test_processes_that_load_or_evaluate_something_else_are_refused_by_what_diff
     for name, says in (
         ("checkpoint", ["checkpoint is ", "'layer_0': '"]),
         ("dtype", ["dtype is dtype('float32') in process 1 and dtype(bfloat16) in process 2"]),
+        ("kind of weights", ["weights is 'int8' in process 1 and None in process 2"]),
         ("evaluation", ["cases is ", "methods is ", "'full': '", "options is "]),
     ):
         assert first[name] == second[name] and all(x in first[name] for x in says), name

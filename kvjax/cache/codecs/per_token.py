@@ -136,7 +136,7 @@ class PerTokenCodec(Codec):
         x, width = x.astype(jnp.float32), self.rotated_channels(x.shape[-1])
         if not width:
             return x
-        blocks = x.reshape(*x.shape[:-1], -1, width)
+        blocks = x.reshape(*x.shape[:-1], x.shape[-1] // width, width)  # x may have no token, and then no -1
         rotated = jnp.einsum("...h,hj->...j", blocks, jnp.asarray(hadamard(width)), precision=lax.Precision.HIGHEST)
         return rotated.reshape(x.shape)
 

@@ -276,8 +276,8 @@ class Fp4(Quantizer):
 
     def decode(self, coded: Fp4Numbers) -> Array:
         numbers = jnp.asarray(np.concatenate([E2M1, -E2M1]))[bit_packing.unpack(coded.codes, 4, -1)]
-        blocks = numbers.reshape(*numbers.shape[:-1], -1, self.block) * self._step(coded.scales[..., None])
-        return blocks.reshape(numbers.shape)
+        blocks = numbers.reshape(*numbers.shape[:-1], numbers.shape[-1] // self.block, self.block)
+        return (blocks * self._step(coded.scales[..., None])).reshape(numbers.shape)
 
     def _step(self, scales: Array) -> Array:
         """The float32 numbers that codes are multiples of."""

@@ -194,5 +194,6 @@ def _slices(cell: tuple[int, ...], chunk: Any, shape: Any) -> tuple[slice, ...]:
 
 
 def _digest(x: np.ndarray) -> str:
-    # As bytes: bfloat16 is a type that `hashlib` does not take.
+    # As bytes: bfloat16 is a type that `hashlib` does not take. A code of 4 bits is widened, as `fingerprint` does.
+    x = x.astype(np.int8) if x.dtype.name == "int4" else x
     return hashlib.sha256(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data).hexdigest()

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import jax
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
 
+import kvjax
 from checkpoints_convert.__main__ import main
 from checkpoints_convert.check import check
 from checkpoints_convert.conversion_plan import plan_conversion
@@ -61,6 +63,15 @@ def test_a_converted_file_is_checked_and_described(tmp_path, capsys):
     assert lines["format"] == "GGUF, 1 file" and lines["convertible"] == "yes" and lines["tokenizer"] == "none"
     assert lines["types"].startswith("F16") and "F32" in lines["types"]
     assert "equal the source" in capsys.readouterr().out
+
+
+def test_a_file_is_written_in_codes(tmp_path):
+    file, (config, params) = write(ROOT / "llama2", tmp_path / "tiny.gguf", "F16"), read(ROOT / "llama2")
+    convert(file, tmp_path / "out", "f32", weights="int8")
+    assert check(file, tmp_path / "out").weights == "int8"
+    narrow = jax.tree.map(lambda x: x.astype(np.float16).astype(np.float32), params)
+    expected, ours = kvjax.Model(config, narrow).with_weights("int8"), kvjax.load(tmp_path / "out")
+    assert_same_parameters(ours.params["layer_0"]["mlp"], expected.params["layer_0"]["mlp"])
 
 
 def test_check_tells_of_another_file(tmp_path):

@@ -6,13 +6,13 @@ from fractions import Fraction
 
 import pytest
 
-from kvjax import planned_bytes
+from kvjax import Config, planned_bytes
 from kvjax.errors import KvjaxError
 from kvjax.eval.run import equal_bytes, eval_command
 from kvjax.registry.strings import format_methods, parse, parse_parts
 from kvjax.testing import toy_model
 
-CONFIG, PROMPT, DTYPE = toy_model(layers=1, head_dim=32).config, 128, "bfloat16"
+CONFIG, PROMPT, DTYPE = Config.llama(97, 32, layers=1, heads=4, kv_heads=2, head_dim=32, mlp_width=48), 128, "bfloat16"
 FULL = planned_bytes("full", CONFIG, PROMPT, dtype=DTYPE).held["device"]
 
 
