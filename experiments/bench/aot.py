@@ -38,7 +38,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import kvjax
 from experiments.bench import measuring
-from experiments.bench.cross_compile import LIBTPU, count_bytes, lower_for, make_mesh, open_topology, trace_for
+from experiments.bench.cross_compile import (
+    LIBTPU,
+    LoweredFor,
+    count_bytes,
+    lower_for,
+    make_mesh,
+    open_topology,
+    trace_for,
+)
 from experiments.bench.process import Killed, iterate_in_process
 from experiments.bench.shapes import SHAPES
 from experiments.bench.steps import Step
@@ -82,6 +90,7 @@ class Shapes:
     config: Config
     tokens: int
     mesh: Any
+    batch: int = 1
 
     def array(self, shape: Sequence[int], dtype: Any, axes: str = "", kind: str = "device") -> jax.ShapeDtypeStruct:
         """Describes an array that lies on the mesh by its axis letters."""
@@ -103,12 +112,12 @@ class Shapes:
         """Describes a layer's part of the cache after the prompt."""
         slots = num_layer_slots(layer, (self.tokens,), self.capacity)
         (call,) = layer_calls((layer,), self.config, (slots,))
-        arrays, tree = abstract_state(call, self.config, self.tokens, 1, jnp.dtype(DTYPE), guards=True)
+        arrays, tree = abstract_state(call, self.config, self.tokens, self.batch, jnp.dtype(DTYPE), guards=True)
         return jax.tree.unflatten(tree, [self.layer_array(x) for x in arrays])
 
     def layer_array(self, x: Any) -> jax.ShapeDtypeStruct:
         """Describes an array of a layer, which devices divide as `kvjax.core.mesh.per_device` does."""
-        axes = axes_of_layer_array(x.shape, 1, self.config.kind(0).attention.kv_heads)
+        axes = axes_of_layer_array(x.shape, self.batch, self.config.kind(0).attention.kv_heads)
         return self.array(x.shape, x.dtype, axes, memory.memory_kind(x))
 
     @property
@@ -169,11 +178,15 @@ def choose_layers(plan: Sequence[BoundLayer], states: Sequence[Any]) -> Sample:
     return Sample(tuple(sorted(base)), more, len(set(exact)), names is exact)
 
 
-def compile_decode(shapes: Shapes, plan: Sequence[BoundLayer], states: Sequence[Any]) -> dict[str, Any]:
-    """Compiles the decode loop of some layers; returns its counts on one device."""
+def lower_decode(shapes: Shapes, plan: Sequence[BoundLayer], states: Sequence[Any]) -> LoweredFor:
+    """Lowers the decode loop of some layers."""
     config = shapes.config.with_layers(shapes.config.pattern[: len(plan)])
     has_drafts = num_draft_tokens(tuple(plan)) > 0
-    logits, key, eos = shapes.array((1, config.vocab_size), jnp.float32), key_from_seed(0), jnp.zeros(1, jnp.int32)
+    logits, key, eos = (
+        shapes.array((shapes.batch, config.vocab_size), jnp.float32),
+        key_from_seed(0),
+        jnp.zeros(1, jnp.int32),
+    )
     state = jax.eval_shape(
         lambda logits: decode_loop.init_state(
             logits, key, eos, Sampler(), num_tokens=NEW_TOKENS, has_drafts=has_drafts
@@ -181,18 +194,22 @@ def compile_decode(shapes: Shapes, plan: Sequence[BoundLayer], states: Sequence[
         logits,
     )
     state = jax.tree.map(lambda x: shapes.array(x.shape, x.dtype), state)
-    length = shapes.array((1,), jnp.int32, "B")
+    length = shapes.array((shapes.batch,), jnp.int32, "B")
     cache = Cache(tuple(states), length, shapes.capacity, tuple(plan), config, DTYPE)
-    params = shapes.params(len(plan))
     arguments = {
-        "params": params,
+        "params": shapes.params(len(plan)),
         "state": dataclasses.replace(state, cache=cache),
         "limit": np.int32(0),
         "sampler": Sampler(),
         "target": Target(config, shapes.mesh),
     }
     program = jax.jit(decode_loop.decode_until, static_argnames="target", donate_argnames="state")
-    lowered = lower_for(shapes.topology, program, arguments, ("target",), shapes.mesh, is_loop=True)
+    return lower_for(shapes.topology, program, arguments, ("target",), shapes.mesh, is_loop=True)
+
+
+def compile_decode(shapes: Shapes, plan: Sequence[BoundLayer], states: Sequence[Any]) -> dict[str, Any]:
+    """Compiles the decode loop of some layers; returns its counts on one device."""
+    lowered, params = lower_decode(shapes, plan, states), shapes.params(len(plan))
     start = time.perf_counter()
     compiled = lowered.compile()
     seconds = time.perf_counter() - start
@@ -203,7 +220,8 @@ def compile_decode(shapes: Shapes, plan: Sequence[BoundLayer], states: Sequence[
         "host_bytes": sizes.host_argument_size_in_bytes,
         "counted_bytes": count_bytes(compiled),
         "weight_bytes": device_bytes(params),
-        "read_weight_bytes": device_bytes(params) - (0 if config.tie_embeddings else device_bytes(params["embedding"])),
+        "read_weight_bytes": device_bytes(params)
+        - (0 if shapes.config.tie_embeddings else device_bytes(params["embedding"])),
         "workspace_bytes": sizes.temp_size_in_bytes,
         "compile_seconds": round(seconds, 1),
     }

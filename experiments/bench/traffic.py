@@ -140,19 +140,20 @@ class Program:
 
     def bytes_of(self, computation: str) -> int:
         """Bytes that a computation reads and writes in the device's memory."""
-        return sum(self._instruction_bytes(computation, x) for x in self.computations[computation].values())
+        return sum(self.instruction_bytes(computation, x) for x in self.computations[computation].values())
 
     def _length(self, computation: str) -> int:
         called = (name for x in self.computations[computation].values() for name in CALLED.findall(x.text))
         return len(self.computations[computation]) + sum(self._length(name) for name in called)
 
-    def _instruction_bytes(self, computation: str, x: Instruction) -> int:
+    def instruction_bytes(self, computation: str, x: Instruction) -> int:
+        """Bytes that an instruction of a computation reads and writes in the device's memory."""
         if x.kind in FREE or x.kind.endswith("-done"):
             return 0
         called = [name for name in CALLED.findall(x.text) if name in self.computations]
         if x.kind == "while":
             (body,) = re.findall(r"body=%?([\w.\-]+)", x.text)
-            return self._num_rounds(x) * self.bytes_of(body)
+            return self.num_rounds(x) * self.bytes_of(body)
         if x.kind == "conditional":
             return max(map(self.bytes_of, called), default=0)
         if x.kind == "call":
@@ -231,7 +232,7 @@ class Program:
             return self._update_size(self.computations[called[0]], root)
         return result.size
 
-    def _num_rounds(self, loop: Instruction) -> int:
+    def num_rounds(self, loop: Instruction) -> int:
         """Rounds of a loop that counts up to a constant; 1 where the program does not tell."""
         if known := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.text):
             return int(known[1])

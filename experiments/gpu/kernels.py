@@ -3,8 +3,8 @@
 python -m experiments.gpu.kernels [--megabytes 256]
 
 "fetch" reads token vectors from pinned host memory; its bits must equal those of a gather by the host. GB/s counts the
-vectors alone. "packed attention", "scores" and "mix" read codes; their error is the norm of the difference to float64
-in NumPy over the norm of that, and its bound is what operands of the dtype allow.
+vectors alone. "attention", "scores" and "mix" read codes of groups, "tokens" codes of single tokens; their error is the
+norm of the difference to float64 in NumPy over the norm of that, and its bound is what operands of the dtype allow.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from experiments.bench import measuring
 from kvjax.core import memory
 from kvjax.core.attention import merge
 from kvjax.core.kernels import fetch as fetch_kernel
-from kvjax.core.kernels import packed_attention, products
+from kvjax.core.kernels import packed_attention, products, token_attention
 from kvjax.eval.run.machine import machine
 
 ON_GPU = jax.default_backend() == "gpu"
-BOUND = {"float32": 2e-3, "bfloat16": 2e-2}  # float32 operands may be rounded to tf32
+BOUND = {"float32": 2e-3, "bfloat16": 2e-2, "float16": 5e-3}  # float32 operands may be rounded to tf32
 STEPS = 32  # fetches of one timed program
 
 
@@ -114,6 +114,28 @@ def check_packed(bits: int, dtype: str, H: int, G: int, T: int, S: int = 2048, K
     return {"bits": bits, "dtype": dtype, "H": H, "G": G, "T": T, "errors": errors}
 
 
+def check_tokens(bits: int, dtype: str, H: int, G: int, T: int, S: int = 2000, K: int = 2) -> dict[str, Any]:
+    """Compares the kernel over codes of single tokens with float64 in NumPy."""
+    rng = np.random.default_rng(bits)
+
+    def draw() -> tuple[token_attention.TokenCodes, np.ndarray]:
+        data = jnp.asarray(rng.integers(0, 256, (1, K, S, H * bits // 8)), jnp.uint8)
+        scale = jnp.asarray(rng.uniform(1, 3, (1, K, S)) / 2**bits, jnp.float32)
+        codes = token_attention.TokenCodes(data, scale, None)
+        return codes, np.asarray(token_attention.dequantize(codes, bits), float)
+
+    (k, keys), (v, values) = draw(), draw()
+    q = jnp.asarray(rng.normal(size=(1, K, G, T, H)), dtype)
+    q_pos = jnp.asarray(S - T + np.arange(T)[None], jnp.int32)
+    logits = np.einsum("bkgth,bksh->bkgts", np.asarray(q.astype(jnp.float32), float), keys) / np.sqrt(H)
+    p = np.where(np.arange(S) <= np.asarray(q_pos)[0][:, None], np.exp(logits - logits.max()), 0)
+    expected = np.einsum("bkgts,bksh->bkgth", p / p.sum(-1, keepdims=True), values)
+    attend = jax.jit(functools.partial(token_attention.attend, bits=(bits, bits), interpret=not ON_GPU))
+    difference = np.asarray(merge([attend(q, k, v, jnp.arange(S, dtype=jnp.int32)[None, None], q_pos)])) - expected
+    error = float(np.linalg.norm(difference) / np.linalg.norm(expected))
+    return {"bits": bits, "dtype": dtype, "H": H, "G": G, "T": T, "errors": {"tokens": error}}
+
+
 def try_all(fun, cases: Sequence[tuple]) -> list[dict[str, Any]]:
     """Results of all cases; a case that fails has its error."""
     found = []
@@ -129,7 +151,7 @@ def try_all(fun, cases: Sequence[tuple]) -> list[dict[str, Any]]:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = measuring.make_parser(__doc__)
     parser.add_argument("--megabytes", type=int, default=1024, help="of the host buffer")
-    parser.add_argument("--parts", default="fetch,packed", help="of these two")
+    parser.add_argument("--parts", default="fetch,packed,tokens", help="of these three")
     args = parser.parse_args(argv)
     before = machine()
     shapes = [("uint32", 8, 32, 128), ("uint32", 8, 64, 128), ("uint32", 8, 64, 1024), ("uint32", 8, 128, 128)]
@@ -143,8 +165,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         (4, "float32", 16, 1, 2),
     ]
     packed = try_all(check_packed, cases if "packed" in args.parts else [])
+    cases = [(b, d, 128, 4, 1) for b in (1, 2, 4, 8) for d in ("bfloat16", "float32")] + [(8, "float16", 64, 9, 2)]
+    tokens = try_all(check_tokens, cases if "tokens" in args.parts else [])
     wrong = [
-        r for r in packed if not all(e < BOUND[r.get("dtype", "float32")] for e in r.get("errors", {"": 9}).values())
+        r
+        for r in packed + tokens
+        if not all(e < BOUND[r.get("dtype", "float32")] for e in r.get("errors", {"": 9}).values())
     ]
     lines = []
     for r in fetches:
@@ -165,9 +191,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     ]
     columns = ("bits", "dtype", "H", "G", "T", "attention", "scores", "mix")
     tables.append(measuring.table("codes", columns, [[*r, *[None] * (len(columns) - len(r))] for r in rows]))
+    rows = [
+        [r["bits"], r["dtype"], r["H"], r["G"], r["T"], f"{r['errors']['tokens']:.1e}"]
+        if "errors" in r
+        else [*r["case"], r["error"][:60]]
+        for r in tokens
+    ]
+    tables.append(measuring.table("codes of single tokens", ("bits", "dtype", "H", "G", "T", "attention"), rows))
     failures = [r for r in fetches if "error" in r] + wrong
     notes = [f"FAILS: {r}" for r in failures] or ["Every kernel agrees with its reference."]
-    measuring.report("gpu_kernels", before, tables, notes, {"fetch": fetches, "packed": packed, "failures": failures})
+    measuring.report(
+        "gpu_kernels",
+        before,
+        tables,
+        notes,
+        {"fetch": fetches, "packed": packed, "tokens": tokens, "failures": failures},
+    )
 
 
 if __name__ == "__main__":

@@ -275,6 +275,10 @@ def put(
                 kept = lax.dynamic_slice(data, start, rows.shape)
                 data = lax.dynamic_update_slice(data, jnp.where(is_new, moved, kept), start)
         return data
+    if jax.default_backend() == "gpu" and data.ndim == 3 and T == 1:
+        # Of a scatter of one number XLA makes three launches there; this is one, which may be that of all layers.
+        is_new = jnp.arange(S, dtype=jnp.int32)[None, None] == at[:, :, None]
+        return jnp.where(is_new, x.astype(data.dtype), data)
     # A scatter: in a decode loop on a CPU `dynamic_update_slice`, vmapped or not, copies the buffer when B = 1.
     slot = at[:, :, None] + jnp.arange(T, dtype=jnp.int32)[None, None]
     # Without these promises a scatter sorts its indices on some backends, and on GPUs writes by atomic operations.

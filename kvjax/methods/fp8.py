@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from kvjax import method_api as kv
+from kvjax.cache.codecs import per_token_kernel  # noqa: F401 (registers the kernel for these codes)
 
 
 @kv.register_method(family="quantization by token")

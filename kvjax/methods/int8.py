@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvjax import method_api as kv
+from kvjax.cache.codecs import per_token_kernel  # noqa: F401 (registers the kernel for these codes)
 from kvjax.cache.codecs.quantizers import Absmax
 
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import method_api as kv
+from kvjax.core.kernels import mixed_attention, products, use_kernels
 
 
 @kv.pytree
@@ -99,6 +100,8 @@ class SpeculativeReader(kv.Reader):
             raise kv.KvjaxError(
                 f"a step carries one token and at most one draft, got {T} tokens: no tree or beam of drafts"
             )
+        if self._has_kernel(storage, state, q):
+            return self._read_by_kernel(storage, state, q, q_pos, other_partial, cross_layer)
         s = self.k.scores(q, reader_state.k)
         s = storage.spec.rule.logits(s, state.pos, q_pos, state.bias)
         if not self.speculative:
@@ -113,14 +116,52 @@ class SpeculativeReader(kv.Reader):
             fetched = reader_state.fetched
         part, mass = self._attend(storage, state, s, q, fetched, q_pos, other_partial)
         if self.speculative:
-            # Nothing else in this step needs the result, so the transfer overlaps with the layers above.
-            with jax.named_scope("prefetch"):
-                new, old = self._fetch(storage, state, mass, self._num_coded(state.n)), reader_state.fetched
-                # A sequence without a token in this step keeps what was fetched for its next one.
-                real = (q_pos[:, -1] >= 0)[:, None, None]
-                k, v = (jnp.where(real[..., None], a, b) for a, b in ((new.k, old.k), (new.v, old.v)))
-                new = FetchedTokens(k, v, jnp.where(real, new.idx, old.idx))
-            reader_state = dataclasses.replace(reader_state, fetched=new)
+            reader_state = self._fetch_ahead(storage, state, mass, q_pos)
+        return kv.ReadResult(part, reader_state, cross_layer=cross_layer)
+
+    def _has_kernel(self, storage: kv.KVStorage, state: kv.LayerState, q: kv.Array) -> bool:
+        """Whether one kernel reads codes, recent and fetched tokens; it knows neither biases nor soft caps."""
+        k, v = self.k, self.v
+        if not (self.speculative and use_kernels() and isinstance(k, kv.Kivi) and isinstance(v, kv.Kivi)):
+            return False
+        are_codes = k.bits == v.bits and k.packed == v.packed == "tokens" and (k.axis, v.axis) == ("channel", "token")
+        is_plain = state.bias is None and storage.spec.rule.soft_cap is None and storage.indexed_by is None
+        is_tile = storage.spec.head_dim == storage.spec.value_dim
+        return are_codes and is_plain and is_tile and products.fits(q, k.packed_codes(state.reader_state.k))
+
+    def _read_by_kernel(
+        self,
+        storage: kv.KVStorage,
+        state: kv.LayerState,
+        q: kv.Array,
+        q_pos: kv.Array,
+        other_partial: kv.Partial | None,
+        cross_layer: Any,
+    ) -> kv.ReadResult:
+        stored = state.reader_state
+        assert isinstance(self.k, kv.Kivi) and isinstance(self.v, kv.Kivi) and state.n is not None
+        keys, values = (
+            mixed_attention.GroupedTokens(codec.packed_codes(x), x.recent, x.num_quantized)
+            for codec, x in ((self.k, stored.k), (self.v, stored.v))
+        )
+        fetched = mixed_attention.FetchedTokens(stored.fetched.k, stored.fetched.v, stored.fetched.idx)
+        part, s = mixed_attention.attend(
+            q,
+            keys,
+            values,
+            fetched,
+            state.pos,
+            q_pos,
+            state.n,
+            bits=self.k.bits,
+            window=storage.spec.rule.window,
+            interpret=jax.default_backend() != "gpu",
+        )
+        total = part if other_partial is None else kv.attention.combine(part, other_partial)
+        m, l = (x[:, :, :, -1:] for x in (total.m, total.l))
+        # Logits of slots without a token are anything, NaN included; those are no candidates.
+        mass = self._reduce_group(jnp.exp(s - m) / jnp.maximum(l, 1e-30))
+        reader_state = self._fetch_ahead(storage, state, mass, q_pos)
         return kv.ReadResult(part, reader_state, cross_layer=cross_layer)
 
     def _attend(
@@ -153,6 +194,18 @@ class SpeculativeReader(kv.Reader):
 
         exact_p = jnp.where(exact > kv.MASKED_LOGIT / 2, jnp.exp(exact - exact_part.m[..., None]), 0.0)
         return part, _set_at(normalize_last(p, m), slot, normalize_last(exact_p, exact_part.m))
+
+    def _fetch_ahead(self, storage: kv.KVStorage, state: kv.LayerState, mass: kv.Array, q_pos: kv.Array) -> LowBitCopy:
+        """Fetches the tokens of the next step, by this step's weight of each slot, f32[B K S]."""
+        assert state.n is not None
+        # Nothing else in this step needs the result, so the transfer overlaps with the layers above.
+        with jax.named_scope("prefetch"):
+            new, old = self._fetch(storage, state, mass, self._num_coded(state.n)), state.reader_state.fetched
+            # A sequence without a token in this step keeps what was fetched for its next one.
+            real = (q_pos[:, -1] >= 0)[:, None, None]
+            k, v = (jnp.where(real[..., None], a, b) for a, b in ((new.k, old.k), (new.v, old.v)))
+            new = FetchedTokens(k, v, jnp.where(real, new.idx, old.idx))
+        return dataclasses.replace(state.reader_state, fetched=new)
 
     def _num_coded(self, n: kv.Array) -> kv.Array:
         """The number of the first n tokens i32[B] whose keys are codes when the next token is read."""

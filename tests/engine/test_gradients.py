@@ -37,6 +37,7 @@ from kvjax.models.model import random_model
 from kvjax.registry.strings import parse
 from tests.contract import layer as one_layer
 from tests.contract.cases import FIRST_CASES
+from tests.contract.table import methods_of_distinct_parts
 
 STEPPED = set(
     "bfp fp8 gear ggml int4 int8 kivi kvquant mikv mxfp4 nvfp4 rotatekv saq specache turboquant zipcache zipvl".split()
@@ -47,6 +48,8 @@ SMALL = {name: case.small for name, case in FIRST_CASES.items()} | {
     "codes of what stays": "snapkv:budget=6,window=2,kernel=3 + int4",
 }
 STEPPED |= {"codes in pages", "codes of what stays"}
+DISTINCT = [name for name in SMALL if name not in FIRST_CASES or name in methods_of_distinct_parts()]
+"""All but methods that differ from others in their scorer alone, whose choice has no gradient."""
 CONFIG = Config.llama(vocab_size=64, width=32, layers=2, heads=4, kv_heads=2, head_dim=32, mlp_width=64)
 TOKENS = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, 12)).astype(np.int32)
 QKV = tuple[jax.Array, jax.Array, jax.Array]
@@ -111,7 +114,7 @@ def check_finite_differences(run: Any, inputs: Any, eps: float, seed: int = 5) -
     np.testing.assert_allclose(sum(jax.tree.leaves(slopes)), difference, rtol=5e-3, atol=5e-4)
 
 
-@pytest.mark.parametrize("name", [name for name in SMALL if name not in STEPPED])
+@pytest.mark.parametrize("name", [name for name in DISTINCT if name not in STEPPED])
 def test_a_smooth_method_has_the_gradient_of_finite_differences(name):
     layer = bind_layer(SMALL[name])
     # A policy acts at each step, and its second step starts from the cache that the first one changed.
@@ -255,7 +258,7 @@ def map_floats(fun: Any, state: Any, *others: Any) -> Any:
     return jax.tree.map(lambda x, *y: fun(x, *y) if jnp.issubdtype(x.dtype, jnp.floating) else x, state, *others)
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", DISTINCT)
 def test_the_gradient_to_a_cache_is_that_of_finite_differences_or_refused(name):
     # Methods that only select are one layer after the prompt, and share a program.
     layer, token = bind_layer(SMALL[name], False).after_prompt, one_layer.random_batch(3).token(2)

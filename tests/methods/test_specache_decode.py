@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import re
 
 import jax
@@ -22,6 +23,7 @@ from kvjax.errors import KvjaxError
 from kvjax.generation import decode_loop
 from kvjax.generation.programs import jit_with
 from kvjax.testing import full_copies, toy_model
+from tests.contract.layer import bind as bind_layer
 
 PROMPTS = [list(range(1, 18)), [8, 3], list(range(40, 60))]
 EXACT = "specache:bits=1,group=8,residual=8,topk=99"
@@ -169,3 +171,32 @@ def test_beams_and_trees_are_refused(model):
         layer.extend(state.layers[0], q, KVBlock(k, k, jnp.asarray([[[3, 4, 5]]], jnp.int32)), 1, None)
     with pytest.raises(KvjaxError, match="2 texts were given for 1 sequences; give one"):
         kvjax.extend(model, [[1], [2]], state, kvjax.parse(SMALL))
+
+
+@pytest.mark.parametrize(("bits", "window"), [(2, None), (1, 24)])
+def test_the_kernel_reads_and_fetches_what_the_plain_form_does(monkeypatch, bits, window):
+    """Ragged sequences decode over several flushes, each token with a draft; the kernel is interpreted."""
+    rng, lengths, H = np.random.default_rng(bits), np.array([37, 3]), 16
+    k, v = (jnp.asarray(rng.normal(size=(2, 2, 48, H)), jnp.float32) for _ in range(2))
+    q = jnp.asarray(rng.normal(size=(2, 2, 2, 2, H)), jnp.float32)
+    pos = jnp.asarray(np.where(np.arange(48) < lengths[:, None], np.arange(48), -1), jnp.int32)[:, None]
+    bound = bind_layer(kvjax.methods.specache(bits, group=8, residual=8, topk=5), window, H)
+    outputs = []
+    for has_kernel in (False, True):
+        monkeypatch.setattr(importlib.import_module("kvjax.methods.specache"), "use_kernels", lambda x=has_kernel: x)
+
+        def run(k, v, q):
+            state = bound.prefill(KVBlock(k, v, pos), None, 80)
+
+            def step(state, i):
+                offset = i.astype(jnp.float32)
+                new_pos = (lengths[:, None] + i + jnp.arange(2)[None]).astype(jnp.int32)[:, None]
+                new = KVBlock(k[:, :, :2] + offset, v[:, :, :2] - offset, new_pos)
+                out, state, _ = bound.extend(state, q * jnp.cos(offset), new, 1, None)
+                return state, (out, state.reader_state.fetched.idx)
+
+            return jax.lax.scan(step, state, jnp.arange(20))[1]
+
+        outputs.append(jax.jit(run)(k, v, q))
+    np.testing.assert_allclose(outputs[1][0], outputs[0][0], atol=2e-5)
+    np.testing.assert_array_equal(np.sort(outputs[1][1]), np.sort(outputs[0][1]))

@@ -136,6 +136,7 @@ def assert_same_use(ours: tuple[Any, np.ndarray], expected: tuple[Any, np.ndarra
     np.testing.assert_allclose(ours[1], expected[1], rtol=0, atol=10 * CLOSE * np.abs(expected[1]).max())
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(("name", "weights"), [("deepseek_v2", "int8"), ("gpt_oss", "int4")])
 def test_every_use_of_a_model_is_that_of_the_kernels(name, weights):
     ours = family_model(name, weights)

@@ -85,17 +85,17 @@ class PerTokenCodec(Codec):
     def scores(self, q: Array, stored: QuantizedTokens) -> Array:
         size, slots, decode = self._tiles(stored)
         # An orthogonal rotation of queries and keys changes no dot product, so the keys stay rotated.
-        return blockwise.scores(self._rotate(q), slots, size, decode)
+        return blockwise.scores(self.rotated(q), slots, size, decode)
 
     def mix(self, p: Array, stored: QuantizedTokens) -> Array:
         size, _, decode = self._tiles(stored)
         # The rotation is linear: one sum is rotated back instead of every value.
-        return self._rotate(blockwise.mix(p, stored.H, size, decode))
+        return self.rotated(blockwise.mix(p, stored.H, size, decode))
 
     def _quantize(self, x: Array) -> Any:
         """[B K T H] -> the quantizer's arrays [B K T w]."""
         x = refuse_gradient(x, f"codes of {type(self.quantizer).__name__}")
-        return self.quantizer.encode(self._rotate(x))
+        return self.quantizer.encode(self.rotated(x))
 
     def _check_coded(self, coded: Any, shape: tuple[int, ...]) -> None:
         """Raises KvjaxError where the quantizer's author returned other arrays than a codec can store and restore."""
@@ -117,7 +117,7 @@ class PerTokenCodec(Codec):
             )
 
     def _dequantize(self, coded: Any, dtype: str) -> Array:
-        return self._rotate(self.quantizer.decode(coded)).astype(dtype)
+        return self.rotated(self.quantizer.decode(coded)).astype(dtype)
 
     def _tiles(self, stored: QuantizedTokens) -> tuple[blockwise.TileSize, int, blockwise.DecodeTile]:
         """The size of a tile, the number of slots, and the function that decodes a tile, still rotated."""
@@ -131,8 +131,8 @@ class PerTokenCodec(Codec):
 
         return blockwise.tile_size(B * K, S, stored.H), S, decode_tile
 
-    def _rotate(self, x: Array) -> Array:
-        """Rotates x [... H], in float32; the rotation is its own inverse."""
+    def rotated(self, x: Array) -> Array:
+        """x [... H] as it is stored, in float32; the rotation is its own inverse."""
         x, width = x.astype(jnp.float32), self.rotated_channels(x.shape[-1])
         if not width:
             return x

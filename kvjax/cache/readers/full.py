@@ -42,7 +42,7 @@ class Full(Reader):
         # A decode policy, under which no number says which slots are in use, needs the weights, and a bias belongs to
         # single slots: the kernels know neither.
         needs_logits = state.n is None or state.bias is not None
-        fused = None if needs_logits else fused_kernels.find_kernel(self.kernel, storage)
+        fused = None if needs_logits else fused_kernels.find_kernel(self.kernel, storage, q.shape[3])
         if fused:
             part = map_query_blocks(lambda q, t: fused.read(storage, state, q, t), q, q_pos, fused.max_queries)
             return ReadResult(part, cross_layer=cross_layer)

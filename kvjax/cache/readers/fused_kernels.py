@@ -16,6 +16,7 @@ class FusedKernel(NamedTuple):
     fits: Callable[[KVStorage], bool]  # whether it reads keys and values that are stored so
     read: Callable[..., Any]  # (storage, state, q, q_pos) -> Partial
     max_queries: int  # of each head that it takes at a time
+    reads_more: bool = True  # whether it reads for more queries, too, so many at a time
 
 
 _KERNELS: dict[str, list[FusedKernel]] = {}
@@ -26,8 +27,11 @@ def register_kernel(backend: str, kernel: FusedKernel) -> None:
     _KERNELS.setdefault(backend, []).append(kernel)
 
 
-def find_kernel(choice: str, storage: KVStorage) -> FusedKernel | None:
-    """Returns the kernel for a layer's codecs and heads, or None; raises KvjaxError for "pallas" without one."""
+def find_kernel(choice: str, storage: KVStorage, num_queries: int = 1) -> FusedKernel | None:
+    """Returns the kernel for a layer's codecs and heads, or None; raises KvjaxError for "pallas" without one.
+
+    `num_queries` are those of each head; a kernel for few of them is not found for more.
+    """
     if choice == "xla":
         return None
     # "pallas" takes a kernel of any backend: elsewhere it is interpreted, slowly.
@@ -36,7 +40,8 @@ def find_kernel(choice: str, storage: KVStorage) -> FusedKernel | None:
     found = next((kernel for kernel in kernels if kernel.fits(storage)), None)
     if choice == "pallas" and found is None:
         raise KvjaxError(
-            "kernel='pallas' reads KIVI codes of equal bits on the device, in heads of 16, 32, .. 256 channels, "
-            f"without a soft cap, not {storage.k} and {storage.v} in {storage.spec}; use kernel='auto'"
+            "kernel='pallas' reads KIVI codes of equal bits on the device, in heads of 16, 32, .. 256 channels, and "
+            "codes of single tokens in heads of a power of two, without a soft cap, not "
+            f"{storage.k} and {storage.v} in {storage.spec}; use kernel='auto'"
         )
-    return found
+    return found if found and (found.reads_more or num_queries <= found.max_queries) else None

@@ -39,7 +39,7 @@ def scores(
 
     Keys in empty slots must be finite. `interpret` runs the kernel on any device.
     """
-    tiling = _tiling(q, k, bits, q.dtype)
+    tiling = tiling_of(q, k, bits, q.dtype)
     (B, K, G, T, H), S = q.shape, tiling.rows * tiling.per
     out = pl.pallas_call(
         functools.partial(_scores_kernel, tiling),
@@ -61,7 +61,7 @@ def mix(
 
     Values in empty slots must be finite. `interpret` runs the kernel on any device.
     """
-    tiling = _tiling(p, v, bits, dtype)
+    tiling = tiling_of(p, v, bits, dtype)
     B, K, G, T, S = p.shape
     # The sum runs over slots, so that without a split one program would read a whole head; scores need none.
     splits = max(1, min(pl.cdiv(tiling.rows, WORD_ROWS), NUM_PROGRAMS // (B * K)))
@@ -106,7 +106,8 @@ class ProductTiling:
         return max(16, pl.next_power_of_2(self.queries))
 
 
-def _tiling(x: Array, codes: PackedCodes, bits: int, dtype: jnp.dtype) -> ProductTiling:
+def tiling_of(x: Array, codes: PackedCodes, bits: int, dtype: jnp.dtype) -> ProductTiling:
+    """The numbers of a kernel for queries or weights x [B K G T ...] and these codes; operands are of `dtype`."""
     rows, channels = codes.words.shape[2:]
     num_queries = x.shape[2] * x.shape[3]
     slot_group = rows * (32 // bits) // codes.scale.shape[2]
@@ -124,7 +125,7 @@ def _scores_kernel(tiling: ProductTiling, q_ref, words_ref, scale_ref, lo_ref, o
     query, channel = span(tiling.height)[:, None], span(tiling.width)[None]
     inside = (query < tiling.queries) & (channel < tiling.channels)
     q = triton.load(q_ref.at[query, channel], mask=inside, other=0).astype(tiling.dtype)
-    block = _WordBlock(tiling, (words_ref, scale_ref, lo_ref), pl.program_id(2) * WORD_ROWS)
+    block = WordBlock(tiling, (words_ref, scale_ref, lo_ref), pl.program_id(2) * WORD_ROWS)
     for j in range(tiling.per):
         s = dot(q, block.dequantize(j).T) * tiling.channels**-0.5
         slot = block.word * tiling.per + j
@@ -137,7 +138,7 @@ def _mix_kernel(tiling: ProductTiling, p_ref, words_ref, scale_ref, lo_ref, out_
     split, splits = pl.program_id(2), pl.num_programs(2)
 
     def add_block(i, out):
-        block = _WordBlock(tiling, (words_ref, scale_ref, lo_ref), (split + i * splits) * WORD_ROWS)
+        block = WordBlock(tiling, (words_ref, scale_ref, lo_ref), (split + i * splits) * WORD_ROWS)
         mask = (query < tiling.queries) & (block.word < tiling.rows)[None]
         for j in range(tiling.per):
             slot = block.word * tiling.per + j
@@ -151,7 +152,7 @@ def _mix_kernel(tiling: ProductTiling, p_ref, words_ref, scale_ref, lo_ref, out_
     triton.store(out_ref.at[query, channel], out, mask=inside)
 
 
-class _WordBlock:
+class WordBlock:
     """`WORD_ROWS` rows of words from `first` on, some of them maybe beyond the last."""
 
     def __init__(self, tiling: ProductTiling, refs, first):

@@ -9,6 +9,10 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax import method_api as kv
+from kvjax.cache.codecs import per_token_kernel  # noqa: F401 (registers the kernel)
+from kvjax.cache.codecs.quantizers import Absmax
+from kvjax.cache.readers.full import Full
 from kvjax.cache.readers.query_blocks import map_query_blocks
 from kvjax.core.attention import attend_dense
 from kvjax.core.types import KVBlock
@@ -68,6 +72,26 @@ def test_the_kernel_reads_what_the_plain_form_reads(bits, window):
             return jax.lax.scan(step, state, jnp.arange(34))[1]
 
         outputs.append(jax.jit(run)(k, v, q))
+    np.testing.assert_allclose(outputs[1], outputs[0], atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "codec", [kv.PerTokenCodec(Absmax()), kv.PerTokenCodec(kv.MinMax(4), "hadamard"), kv.PerTokenCodec(kv.Fp8())]
+)
+def test_the_kernel_over_codes_of_single_tokens_reads_what_the_plain_form_reads(codec):
+    """Ragged sequences with padding that holds infinities; the kernel is interpreted."""
+    rng, lengths = np.random.default_rng(0), np.array([40, 3])
+    k, v = (jnp.asarray(rng.normal(size=(2, 2, 48, 32)), jnp.float32) for _ in range(2))
+    q = jnp.asarray(rng.normal(size=(2, 2, 2, 1, 32)), jnp.float32)
+    pos = jnp.asarray(np.where(np.arange(48)[None] < lengths[:, None], np.arange(48)[None], -1), jnp.int32)
+    k = jnp.where((pos >= 0)[:, None, :, None], k, jnp.inf)
+    outputs = []
+    for kernel in ("xla", "pallas"):
+        bound = layer.bind(kv.Method(k=codec, v=codec, read=Full(kernel)), None, 32)
+        state = bound.prefill(KVBlock(k, v, pos[:, None]), None, 64)
+        new_pos = jnp.asarray(lengths[:, None], jnp.int32)
+        out, state, _ = bound.extend(state, q, KVBlock(k[:, :, :1], v[:, :, :1], new_pos[:, None]), 1, None)
+        outputs.append(out)
     np.testing.assert_allclose(outputs[1], outputs[0], atol=2e-5)
 
 
