@@ -10,7 +10,7 @@ import numpy as np
 
 from kvjax import method_api as kv
 
-IQ4_NL = np.float32([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113])
+IQ4_NL = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
 """The levels of iq4_nl, 127 of them a unit: closer around zero, where most numbers are."""
 LARGEST_FLOAT16 = 65504.0
 

@@ -216,7 +216,7 @@ class BlockFloat(Quantizer):
         return x.reshape(*x.shape[:-1], x.shape[-1] // self.block, self.block)
 
 
-E2M1 = np.float32([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
 """The magnitudes of 4-bit floats with 2 bits of exponent and 1 of mantissa; code i has number i, and 8 is the sign."""
 LARGEST_E4M3 = 448.0
 
