@@ -29,7 +29,7 @@ NAMES = sorted(name for name, entry in load_all().items() if is_builtin(entry.ma
 
 
 @functools.cache
-def testbed_config() -> kvjax.Config:
+def config_of_testbed() -> kvjax.Config:
     return kvjax.load("testbed").config
 
 
@@ -99,15 +99,15 @@ MORE_THAN_FULL = {
 @pytest.mark.parametrize("name", NAMES)
 def test_a_method_reads_what_its_traced_step_reads(name):
     example, total = REGISTRY[name].example, StepBytes()
-    for index, (said, found) in enumerate(count_reads(kvjax.parse(example), testbed_config(), 4096, "bfloat16")):
+    for index, (said, found) in enumerate(count_reads(kvjax.parse(example), config_of_testbed(), 4096, "bfloat16")):
         # Counters of a few bytes are read by an append alone, and an append that is rarely due counts nothing.
         assert 0 <= said.device - found.device <= 16, (index, said, found)
         assert (said.link, said.host) == (found.link, found.host), (index, said, found)
         total += said
     # Both as planned, which is an upper bound where layers divide a budget by the prompt.
-    short, long = (kvjax.step_bytes(example, testbed_config(), n, dtype="bfloat16") for n in (2048, 4096))
+    short, long = (kvjax.step_bytes(example, config_of_testbed(), n, dtype="bfloat16") for n in (2048, 4096))
     assert short.device <= long.device and short.link <= long.link and short.host <= long.host
-    full = kvjax.step_bytes("full", testbed_config(), 4096, capacity=4112, dtype="bfloat16").device
+    full = kvjax.step_bytes("full", config_of_testbed(), 4096, capacity=4112, dtype="bfloat16").device
     assert (total.device + total.link + total.host > full) == (name in MORE_THAN_FULL), (total, full)
 
 
@@ -122,7 +122,7 @@ COMPOSITIONS = (
 
 @pytest.mark.parametrize("method", COMPOSITIONS.split(";"))
 def test_composed_methods_read_what_their_traced_steps_read(method):
-    for index, (said, found) in enumerate(count_reads(kvjax.parse(method), testbed_config(), 3000, "float32")):
+    for index, (said, found) in enumerate(count_reads(kvjax.parse(method), config_of_testbed(), 3000, "float32")):
         assert 0 <= said.device - found.device <= 16, (index, said, found)
         assert (said.link, said.host) == (found.link, found.host), (index, said, found)
 

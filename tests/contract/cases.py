@@ -408,7 +408,7 @@ CASES = (
     MethodCase(
         "gear", "gear:bits=2,rank=2,later=1,share=0.25,every=3", "gear:bits=8,rank=32,later=32,every=3", gear_bytes
     ),
-    MethodCase("ggml", "ggml:block=16", "", block_bytes(36, 36)),
+    MethodCase("ggml", "ggml:block=8", "", block_bytes(40, 40)),
     MethodCase("ggml", "ggml:k=q5_1,v=iq4_nl", "", block_bytes(24, 18), variant="5 and 4 bits"),
     MethodCase("h2o", "h2o:heavy=3,recent=2", "h2o:heavy=90,recent=10", constant_bytes(6, policy_bytes=4)),
     MethodCase(
@@ -510,8 +510,8 @@ CASES = (
     MethodCase("mikv", "mikv:share=0.6", "mikv:share=0", mikv_bytes),
     # The battery's model has a single layer, which is half of no pair; see tests/oracles/test_minicache.py.
     MethodCase("minicache", "minicache", "minicache", full_bytes),
-    MethodCase("mxfp4", "mxfp4:block=16,rotate=true", "", block_bytes(18, 18)),
-    MethodCase("nvfp4", "nvfp4", "", block_bytes(18, 18)),
+    MethodCase("mxfp4", "mxfp4:block=8,rotate=true", "", block_bytes(20, 20)),
+    MethodCase("nvfp4", "nvfp4:block=8", "", block_bytes(20, 20)),
     MethodCase("offload", "offload", "offload", offload_bytes),
     sized_case("pyramidkv", "pyramidkv:budget={},window=2,kernel=3,pool=avg", 6, 100, selection_bytes(6)),
     sized_case("quest", "quest:budget={},page=2,device_layers=0", 6, 100, quest_bytes),

@@ -205,9 +205,9 @@ def make_toy_model() -> Model:
 
 
 @functools.cache
-def named_model(name: str, dtype: Any = None, mesh: Any = None) -> Model:
+def named_model(name: str, dtype: Any = None, mesh: Any = None, weights: str | None = None) -> Model:
     """The model of this name, loaded once for all pages."""
-    return real_load(name, dtype=dtype, mesh=mesh)
+    return real_load(name, dtype=dtype, mesh=mesh, weights=weights)
 
 
 def run_page(page: str, monkeypatch: pytest.MonkeyPatch, folder: Path, **values: Any) -> dict[str, Any]:
@@ -222,7 +222,9 @@ def run_page(page: str, monkeypatch: pytest.MonkeyPatch, folder: Path, **values:
     blocks = code_blocks(page)
     shows_output = any(block.output for block in blocks if block.language in ("python", "sh"))
     monkeypatch.setattr(
-        kvjax, "load", named_model if shows_output else lambda name, dtype=None, mesh=None: make_toy_model()
+        kvjax,
+        "load",
+        named_model if shows_output else lambda name, dtype=None, mesh=None, weights=None: make_toy_model(),
     )
     monkeypatch.chdir(folder)
     values = {"__name__": "document", **values}
