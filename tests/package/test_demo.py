@@ -97,7 +97,7 @@ def test_all_of_it_is_longer_and_a_model_without_symbols_is_asked_about_text(
         raise kvjax.KvjaxError("enough")
 
     load = eval_command.load
-    monkeypatch.setattr(eval_command, "load", lambda name: toy_model() if name == "toy" else load(name))
+    monkeypatch.setattr(eval_command, "load", lambda name, **_: toy_model() if name == "toy" else load(name))
     monkeypatch.setattr(eval_command, "compare", refuse)
     monkeypatch.setattr(eval_command.data_files, "ESSAYS", eval_command.data_files.ESSAYS._replace(package="not_there"))
     assert cli.main(["demo", *args, "--out", str(tmp_path)]) == 2
