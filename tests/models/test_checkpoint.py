@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 from importlib import resources
 
@@ -336,18 +337,25 @@ def largest_file(folder):
     return max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
 
 
-def test_a_flipped_bit_names_the_part_whichever_file_it_is_in(model_directory):
+def test_a_flipped_bit_names_the_part_whichever_file_it_is_in(model_directory, params):
     files = [p for p in (model_directory / "params" / "layer_1").rglob("*") if p.is_file()]
     assert len(files) >= 2
+    num_unread = 0
     for file in files:
         intact = file.read_bytes()
         flipped = bytearray(intact)
         flipped[len(flipped) // 2] ^= 1
         for damaged in (flipped, intact[: len(intact) // 2], b""):
             file.write_bytes(damaged)
-            with pytest.raises(KvjaxError, match="part 'layer_1' .* is damaged .*copy the checkpoint again"):
-                checkpoint.restore(model_directory)
+            try:
+                _, restored = checkpoint.restore(model_directory)
+            except KvjaxError as e:
+                assert re.search("part 'layer_1' .* is damaged .*copy the checkpoint again", str(e))
+            else:  # what nothing reads, as an index that was written anew, changes nothing
+                num_unread += 1
+                assert_same(restored, params)
         file.write_bytes(intact)
+    assert num_unread <= len(files)
 
 
 def test_numbers_of_another_part_name_the_chunk(model_directory):
