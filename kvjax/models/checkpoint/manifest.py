@@ -18,7 +18,7 @@ from flax.traverse_util import flatten_dict
 from kvjax.errors import KvjaxError, escape_unprintable
 from kvjax.models import Config, chat_template
 from kvjax.models.checkpoint.chunks import has_all_digests
-from kvjax.models.quantized_params import weights_of
+from kvjax.models.quantized_params import is_codes, weights_of
 from kvjax.models.sharding import abstract_params
 from kvjax.utils.files import expand_user, parse_json_object
 
@@ -75,7 +75,8 @@ class Manifest:
     @property
     def weights(self) -> str | None:
         """The kind of codes that kernels are stored in; None where they are numbers of `dtype`."""
-        return weights_of({path: x["dtype"] for path, x in self.parameters.items()})
+        # Other entries need no dtype here: one that is no parameter is told by its name.
+        return weights_of({path: x["dtype"] for path, x in self.parameters.items() if is_codes(path)})
 
     def to_json(self) -> str:
         """Writes the manifest with the format's name and version, and a digest of it all."""
