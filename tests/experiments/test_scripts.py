@@ -107,6 +107,7 @@ def test_every_script_has_a_small_form():
     folder = Path(measuring.__file__).parents[1]
     elsewhere = {
         "bench.aot",
+        "bench.launches",
         "gpu.__main__",
         "gpu.methods",
         "equal_bytes",
