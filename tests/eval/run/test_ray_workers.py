@@ -242,14 +242,14 @@ def test_each_device_has_a_worker_and_speed_a_node_of_its_own():
 def test_a_worker_names_what_is_wrong_on_its_node(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "chdir", lambda _: None)
     with pytest.raises(KvjaxError, match=r"there is no checkpoint /no/such/folder on \S+; copy it"):
-        Worker("cpu", 1, ".", ModelSetup("/no/such/folder", "float32", "")).load()
+        Worker("cpu", 1, ".", ModelSetup("/no/such/folder", "float32", None, "")).load()
     with pytest.raises(KvjaxError, match=r"Ray gives a worker on \S+ a gpu, and JAX finds only a cpu"):
-        Worker("gpu", 1, ".", ModelSetup("testbed", "float32", "")).load()
+        Worker("gpu", 1, ".", ModelSetup("testbed", "float32", None, "")).load()
     small = toy_model(layers=1, vocab_size=vocab.SIZE)
     checkpoint.save(tmp_path / "m", small.config, small.params, extra_files=vocab.tokenizer_files())
     with pytest.raises(KvjaxError, match=r"m has other weights on \S+ than where the command runs"):
-        Worker("cpu", 1, ".", ModelSetup(str(tmp_path / "m"), "float32", "all:0")).load()
-    worker = Worker("cpu", 1, ".", ModelSetup(str(tmp_path / "m"), "float32", small.fingerprint))
+        Worker("cpu", 1, ".", ModelSetup(str(tmp_path / "m"), "float32", None, "all:0")).load()
+    worker = Worker("cpu", 1, ".", ModelSetup(str(tmp_path / "m"), "float32", None, small.fingerprint))
     worker.load()
     worker.prepare(RunSetup(("int8",), {"int8": method_hash(kvjax.parse("int8"))}, (), False, 0))
     with pytest.raises(KvjaxError, match=r"'int8' is another method on \S+ than"):
