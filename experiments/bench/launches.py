@@ -75,16 +75,18 @@ def _describe(program: Program, computation: str, x: Instruction, rounds: int) -
 
 
 def compile_layer(method: str, model: str, topology: str, tokens: int, batch: int) -> list[Launch]:
-    """The launches that one more layer of a method's usual kind brings to its decode loop."""
+    """Returns the launches that one more layer of a method's usual kind brings to its decode loop."""
     config = aot.find_config(model)
     shapes = aot.Shapes(topology, config, tokens, make_mesh(topology, (1, 1), aot.MESH), batch)
     with trace_for(topology):
         layer = bind(method, config)[config.layers // 2]
         state = shapes.state(layer)
-    one, two = (
-        list(find_launches(Program.from_text(aot.lower_decode(shapes, [layer] * n, [state] * n).compile().as_text())))
-        for n in (1, 2)
-    )
+
+    def compile_loop(num_layers: int) -> list[Launch]:
+        compiled = aot.lower_decode(shapes, [layer] * num_layers, [state] * num_layers).compile()
+        return list(find_launches(Program.from_text(compiled.as_text())))
+
+    one, two = compile_loop(1), compile_loop(2)
     rest, more = collections.Counter(one), []
     for launch in two:
         if rest[launch] > 0:

@@ -276,7 +276,7 @@ def put(
                 data = lax.dynamic_update_slice(data, jnp.where(is_new, moved, kept), start)
         return data
     if jax.default_backend() == "gpu" and data.ndim == 3 and T == 1:
-        # Of a scatter of one number XLA makes three launches there; this is one, which may be that of all layers.
+        # XLA makes three launches of a scatter of one number there, and one of this, which several layers may share.
         is_new = jnp.arange(S, dtype=jnp.int32)[None, None] == at[:, :, None]
         return jnp.where(is_new, x.astype(data.dtype), data)
     # A scatter: in a decode loop on a CPU `dynamic_update_slice`, vmapped or not, copies the buffer when B = 1.

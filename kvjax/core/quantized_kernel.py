@@ -99,7 +99,8 @@ def _split_inputs(kernel: Array, num_inputs: int, size: int) -> Array:
     """Reshapes a kernel [in-axes.. out-axes..] to [groups size out-axes..], with zeros after the last inputs."""
     out = kernel.shape[num_inputs:]
     inputs = kernel.reshape(-1, *out)
-    return jnp.pad(inputs, ((0, -len(inputs) % size), *((0, 0) for _ in out))).reshape(-1, size, *out)
+    padding = [(0, -len(inputs) % size)] + [(0, 0)] * len(out)
+    return jnp.pad(inputs, padding).reshape(-1, size, *out)
 
 
 def as_matrix(kernel: Any, num_inputs: int) -> Any:

@@ -12,9 +12,8 @@ from kvjax import method_api as kv
 
 IQ4_NL = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
 """The levels of iq4_nl, 127 of them a unit: closer around zero, where most numbers are."""
-LARGEST_FLOAT16 = 65504.0
 
-Type = Literal["f16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
+CacheType = Literal["f16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
 
 
 @kv.exportable
@@ -112,7 +111,8 @@ def _times(x: kv.Array, reciprocals: kv.Array) -> kv.Array:
 
 
 def _to_float16(x: kv.Array) -> kv.Array:
-    return jnp.clip(x[..., 0], -LARGEST_FLOAT16, LARGEST_FLOAT16).astype(jnp.float16)
+    largest = float(jnp.finfo(jnp.float16).max)
+    return jnp.clip(x[..., 0], -largest, largest).astype(jnp.float16)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,14 +125,14 @@ class RotatedAsInLlamaCpp(kv.PerTokenCodec):
 
     largest: bool = False
 
-    def rotated_channels(self, H: int) -> int:
+    def count_rotated_channels(self, H: int) -> int:
         if not self.rotate or H % 64:
             return 0
         return H & -H if self.largest else 64
 
 
 @kv.register_method(example="ggml:block=8", family="quantization by token")
-def ggml(k: Type = "q8_0", v: Type = "q8_0", rotate: bool = True, block: int = 32) -> kv.Method:
+def ggml(k: CacheType = "q8_0", v: CacheType = "q8_0", rotate: bool = True, block: int = 32) -> kv.Method:
     """Stores keys and values in the cache types of llama.cpp, each token once, when it arrives.
 
     Attention in the prompt is exact. A number takes 8.5 bits in q8_0, 6 in q5_1, 5.5 in q5_0, 5 in q4_1, 4.5 in q4_0
@@ -161,7 +161,7 @@ def ggml(k: Type = "q8_0", v: Type = "q8_0", rotate: bool = True, block: int = 3
       llama.cpp, --cache-type-k and --cache-type-v; ggml-quants.c; the rotation: pull request 21038
     """
 
-    def codec(kind: Type, largest: bool) -> kv.Codec:
+    def codec(kind: CacheType, largest: bool) -> kv.Codec:
         if kind == "f16":
             return kv.Plain()
         return RotatedAsInLlamaCpp(GgmlBlock(kind, block), "hadamard" if rotate else "", largest=largest)

@@ -101,20 +101,12 @@ class SpeculativeReader(kv.Reader):
                 f"a step carries one token and at most one draft, got {T} tokens: no tree or beam of drafts"
             )
         if self._has_kernel(storage, state, q):
-            return self._read_by_kernel(storage, state, q, q_pos, other_partial, cross_layer)
-        s = self.k.scores(q, reader_state.k)
-        s = storage.spec.rule.logits(s, state.pos, q_pos, state.bias)
-        if not self.speculative:
-            low, m, l = kv.attention.weights(s)
-            mass = low[:, :, :, 0] / jnp.maximum(l[:, :, :, :1], 1e-30)
-            if other_partial is not None:
-                lse_others = kv.attention.log_sum_exp(other_partial.m, other_partial.l)
-                mass = mass * kv.attention.weight_share(kv.attention.log_sum_exp(m, l), lse_others)[:, :, :, :1]
-            mass = self._reduce_group(mass)
-            fetched = self._fetch(storage, state, mass, self._num_coded(state.n - 1))
+            part, mass = self._attend_by_kernel(storage, state, q, q_pos, other_partial)
         else:
-            fetched = reader_state.fetched
-        part, mass = self._attend(storage, state, s, q, fetched, q_pos, other_partial)
+            s = self.k.scores(q, reader_state.k)
+            s = storage.spec.rule.logits(s, state.pos, q_pos, state.bias)
+            fetched = reader_state.fetched if self.speculative else self._fetch_now(storage, state, s, other_partial)
+            part, mass = self._attend(storage, state, s, q, fetched, q_pos, other_partial)
         if self.speculative:
             reader_state = self._fetch_ahead(storage, state, mass, q_pos)
         return kv.ReadResult(part, reader_state, cross_layer=cross_layer)
@@ -129,22 +121,22 @@ class SpeculativeReader(kv.Reader):
         is_tile = storage.spec.head_dim == storage.spec.value_dim
         return are_codes and is_plain and is_tile and products.fits(q, k.packed_codes(state.reader_state.k))
 
-    def _read_by_kernel(
+    def _attend_by_kernel(
         self,
         storage: kv.KVStorage,
         state: kv.LayerState,
         q: kv.Array,
         q_pos: kv.Array,
         other_partial: kv.Partial | None,
-        cross_layer: Any,
-    ) -> kv.ReadResult:
+    ) -> tuple[kv.Partial, kv.Array]:
+        """Computes what `_attend` does, with codes and recent tokens read where they lie."""
         stored = state.reader_state
         assert isinstance(self.k, kv.Kivi) and isinstance(self.v, kv.Kivi) and state.n is not None
         keys, values = (
             mixed_attention.GroupedTokens(codec.packed_codes(x), x.recent, x.num_quantized)
             for codec, x in ((self.k, stored.k), (self.v, stored.v))
         )
-        fetched = mixed_attention.FetchedTokens(stored.fetched.k, stored.fetched.v, stored.fetched.idx)
+        fetched = mixed_attention.SlotVectors(stored.fetched.k, stored.fetched.v, stored.fetched.idx)
         part, s = mixed_attention.attend(
             q,
             keys,
@@ -160,9 +152,7 @@ class SpeculativeReader(kv.Reader):
         total = part if other_partial is None else kv.attention.combine(part, other_partial)
         m, l = (x[:, :, :, -1:] for x in (total.m, total.l))
         # Logits of slots without a token are anything, NaN included; those are no candidates.
-        mass = self._reduce_group(jnp.exp(s - m) / jnp.maximum(l, 1e-30))
-        reader_state = self._fetch_ahead(storage, state, mass, q_pos)
-        return kv.ReadResult(part, reader_state, cross_layer=cross_layer)
+        return part, self._reduce_group(jnp.exp(s - m) / jnp.maximum(l, 1e-30))
 
     def _attend(
         self,
@@ -194,6 +184,18 @@ class SpeculativeReader(kv.Reader):
 
         exact_p = jnp.where(exact > kv.MASKED_LOGIT / 2, jnp.exp(exact - exact_part.m[..., None]), 0.0)
         return part, _set_at(normalize_last(p, m), slot, normalize_last(exact_p, exact_part.m))
+
+    def _fetch_now(
+        self, storage: kv.KVStorage, state: kv.LayerState, s: kv.Array, other_partial: kv.Partial | None
+    ) -> FetchedTokens:
+        """Fetches the tokens of this step, by the weights of its first query's logits s."""
+        assert state.n is not None
+        low, m, l = kv.attention.weights(s)
+        mass = low[:, :, :, 0] / jnp.maximum(l[:, :, :, :1], 1e-30)
+        if other_partial is not None:
+            lse_others = kv.attention.log_sum_exp(other_partial.m, other_partial.l)
+            mass = mass * kv.attention.weight_share(kv.attention.log_sum_exp(m, l), lse_others)[:, :, :, :1]
+        return self._fetch(storage, state, self._reduce_group(mass), self._num_coded(state.n - 1))
 
     def _fetch_ahead(self, storage: kv.KVStorage, state: kv.LayerState, mass: kv.Array, q_pos: kv.Array) -> LowBitCopy:
         """Fetches the tokens of the next step, by this step's weight of each slot, f32[B K S]."""

@@ -225,6 +225,7 @@ def count_prefill(layers: Sequence[TracedLayer], share: Share, cache: int, promp
     copied = [x.device_bytes()["pinned_host"] if x.has_cache else 0 for x in layers]
 
     def count_copies(layer: TracedLayer, size: int) -> int:
+        # More on the device than positions, which are at most a sixteenth of keys and values.
         return 2 if layer.device_bytes()["device"] > size // 16 else int(bool(layer.kind.attention.qk_norm))
 
     making = max(x.making + size * count_copies(x, size) for x, size in zip(layers, copied, strict=True))
@@ -274,8 +275,10 @@ def _count_attention(layer: TracedLayer, share: Share) -> int:
 
 
 def _count_replay(layer: TracedLayer, share: Share) -> int:
-    """Counts what a layer makes of one copy of the prompt: B N Q T float32 scores and as many weights of the cache's
-    dtype, for a block of Q queries and the T tokens of the prompt, beside the activations of the copy.
+    """Counts what a layer makes of a copy of a part of the prompt, which the model repeats (KVzip).
+
+    A block of Q queries makes B N Q T float32 scores to the T tokens of the prompt, and as many weights of the cache's
+    dtype, beside the activations of the copy.
     """
     if (replay := layer.needs.replay) is None:
         return 0

@@ -235,7 +235,8 @@ def find_fitting_options(model: PlannedModel, p: PlanRow, options: Mapping[str, 
             if plan(model, [p.method], [p.context], **{**options, **changed}, limits=False)[0].fits:
                 found.append(" ".join(flags))
         if found:
-            return [words for words in found if words.replace("int4", "int8") not in found or "int4" not in words]
+            in_8_bits = {words.replace("int8", "int4") for words in found if "int8" in words}
+            return [words for words in found if words not in in_8_bits]
     return []
 
 

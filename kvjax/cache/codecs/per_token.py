@@ -51,18 +51,18 @@ class PerTokenCodec(Codec):
             remedy = f"; give a value of it, {name}(..)" if name else ", as MinMax(bits=4)"
             raise KvjaxError(f"the quantizer of PerTokenCodec is a Quantizer, got {self.quantizer!r:.80}{remedy}")
 
-    def rotated_channels(self, H: int) -> int:
+    def count_rotated_channels(self, H: int) -> int:
         """Returns the number of neighboring channels of a head that are rotated together; 0 for none."""
         return (self.rotated_block or H) if self.rotate else 0
 
     def encode(self, x: Array, pos: Array) -> QuantizedTokens:
         H = x.shape[3]
         self.quantizer.check(H)
-        width = self.rotated_channels(H)
+        width = self.count_rotated_channels(H)
         if width & (width - 1):
             raise KvjaxError(
-                f"Hadamard's matrix exists here for powers of two, and the head size is {H}; use rotate=false, which "
-                "quantizes the vectors as they are"
+                f"Hadamard's matrix exists here for powers of two, and {width} channels of a head of {H} would be "
+                "rotated together; use rotate=false, which quantizes the vectors as they are"
             )
         # An empty slot is mixed with weight 0, and 0 times an infinity that padding may hold would be NaN.
         x = jnp.where((pos >= 0)[..., None], x, jnp.zeros((), x.dtype))
@@ -85,17 +85,17 @@ class PerTokenCodec(Codec):
     def scores(self, q: Array, stored: QuantizedTokens) -> Array:
         size, slots, decode = self._tiles(stored)
         # An orthogonal rotation of queries and keys changes no dot product, so the keys stay rotated.
-        return blockwise.scores(self.rotated(q), slots, size, decode)
+        return blockwise.scores(self.apply_rotation(q), slots, size, decode)
 
     def mix(self, p: Array, stored: QuantizedTokens) -> Array:
         size, _, decode = self._tiles(stored)
         # The rotation is linear: one sum is rotated back instead of every value.
-        return self.rotated(blockwise.mix(p, stored.H, size, decode))
+        return self.apply_rotation(blockwise.mix(p, stored.H, size, decode))
 
     def _quantize(self, x: Array) -> Any:
         """[B K T H] -> the quantizer's arrays [B K T w]."""
         x = refuse_gradient(x, f"codes of {type(self.quantizer).__name__}")
-        return self.quantizer.encode(self.rotated(x))
+        return self.quantizer.encode(self.apply_rotation(x))
 
     def _check_coded(self, coded: Any, shape: tuple[int, ...]) -> None:
         """Raises KvjaxError where the quantizer's author returned other arrays than a codec can store and restore."""
@@ -117,7 +117,7 @@ class PerTokenCodec(Codec):
             )
 
     def _dequantize(self, coded: Any, dtype: str) -> Array:
-        return self.rotated(self.quantizer.decode(coded)).astype(dtype)
+        return self.apply_rotation(self.quantizer.decode(coded)).astype(dtype)
 
     def _tiles(self, stored: QuantizedTokens) -> tuple[blockwise.TileSize, int, blockwise.DecodeTile]:
         """The size of a tile, the number of slots, and the function that decodes a tile, still rotated."""
@@ -131,12 +131,12 @@ class PerTokenCodec(Codec):
 
         return blockwise.tile_size(B * K, S, stored.H), S, decode_tile
 
-    def rotated(self, x: Array) -> Array:
-        """x [... H] as it is stored, in float32; the rotation is its own inverse."""
-        x, width = x.astype(jnp.float32), self.rotated_channels(x.shape[-1])
+    def apply_rotation(self, x: Array) -> Array:
+        """Rotates x [... H], in float32; the rotation is its own inverse."""
+        x, width = x.astype(jnp.float32), self.count_rotated_channels(x.shape[-1])
         if not width:
             return x
-        blocks = x.reshape(*x.shape[:-1], x.shape[-1] // width, width)  # x may have no token, and then no -1
+        blocks = x.reshape(*x.shape[:-1], x.shape[-1] // width, width)  # no -1: x may be empty
         rotated = jnp.einsum("...h,hj->...j", blocks, jnp.asarray(hadamard(width)), precision=lax.Precision.HIGHEST)
         return rotated.reshape(x.shape)
 

@@ -37,7 +37,7 @@ def read(storage: KVStorage, state: LayerState, q: Array, q_pos: Array) -> Parti
     assert isinstance(k, PerTokenCodec) and isinstance(v, PerTokenCodec)
     part = token_attention.attend(
         # An orthogonal rotation of queries and keys changes no dot product, so the keys stay rotated.
-        k.rotated(q).astype(q.dtype) if k.rotate else q,
+        k.apply_rotation(q).astype(q.dtype) if k.rotate else q,
         _codes(k, state.k),
         _codes(v, state.v),
         state.pos,
@@ -46,7 +46,7 @@ def read(storage: KVStorage, state: LayerState, q: Array, q_pos: Array) -> Parti
         window=storage.spec.rule.window,
         interpret=jax.default_backend() != "gpu",
     )
-    return part._replace(o=v.rotated(part.o)) if v.rotate else part
+    return part._replace(o=v.apply_rotation(part.o)) if v.rotate else part
 
 
 def _num_bits(codec: Codec) -> int:

@@ -218,7 +218,6 @@ class BlockFloat(Quantizer):
 
 E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
 """The magnitudes of 4-bit floats with 2 bits of exponent and 1 of mantissa; code i has number i, and 8 is the sign."""
-LARGEST_E4M3 = 448.0
 
 
 @exportable
@@ -262,7 +261,8 @@ class Fp4(Quantizer):
             scales = jnp.where(fraction > 0, jnp.clip(power + 127, 0, 254), 0).astype(jnp.uint8)
         else:
             # Clipped first: e4m3 has no infinity, and the conversion would give NaN.
-            stored = jnp.minimum(largest / self.unit, LARGEST_E4M3).astype(jnp.float8_e4m3fn)
+            dtype = FP8_DTYPES["e4m3"]
+            stored = jnp.minimum(largest / self.unit, float(jnp.finfo(dtype).max)).astype(dtype)
             scales = lax.bitcast_convert_type(stored, jnp.uint8)
         step = self._step(scales)
         magnitude = jnp.where(step > 0, jnp.abs(blocks) / jnp.where(step > 0, step, 1.0), 0.0)
@@ -283,7 +283,7 @@ class Fp4(Quantizer):
         """The float32 numbers that codes are multiples of."""
         if self.scale == "e8m0":
             return _power_of_two(scales)
-        return lax.bitcast_convert_type(scales, jnp.float8_e4m3fn).astype(jnp.float32) * self.unit
+        return lax.bitcast_convert_type(scales, FP8_DTYPES["e4m3"]).astype(jnp.float32) * self.unit
 
 
 def _power_of_two(biased: Array) -> Array:

@@ -16,7 +16,7 @@ class FusedKernel(NamedTuple):
     fits: Callable[[KVStorage], bool]  # whether it reads keys and values that are stored so
     read: Callable[..., Any]  # (storage, state, q, q_pos) -> Partial
     max_queries: int  # of each head that it takes at a time
-    reads_more: bool = True  # whether it reads for more queries, too, so many at a time
+    reads_more: bool = True  # whether several calls of it read more queries; else XLA's products read them
 
 
 _KERNELS: dict[str, list[FusedKernel]] = {}

@@ -36,7 +36,7 @@ class GroupedTokens(NamedTuple):
     num_codes: Int32[Array, " B"]  # slots that are read as codes
 
 
-class FetchedTokens(NamedTuple):
+class SlotVectors(NamedTuple):
     """Exact keys and values that stand for some slots."""
 
     k: Float[Array, "B K n H"]
@@ -48,7 +48,7 @@ def attend(
     q: Float[Array, "B K G T H"],
     k: GroupedTokens,
     v: GroupedTokens,
-    fetched: FetchedTokens,
+    fetched: SlotVectors,
     pos: Int32[Array, "B #K S"],
     q_pos: Int32[Array, "B T"],
     n: Int32[Array, " B"],
@@ -97,8 +97,9 @@ def attend(
             _head_spec((G * T, S)),
         ],
         out_shape=[
-            *(jax.ShapeDtypeStruct((B, K, splits + 1, G * T, *tail), jnp.float32) for tail in ((H + 1,), ())),
-            jax.ShapeDtypeStruct((B, K, G * T, S), jnp.float32),  # of which the last queries' rows are written
+            jax.ShapeDtypeStruct((B, K, splits + 1, G * T, H + 1), jnp.float32),
+            jax.ShapeDtypeStruct((B, K, splits + 1, G * T), jnp.float32),
+            jax.ShapeDtypeStruct((B, K, G * T, S), jnp.float32),  # only the last queries' rows are written
         ],
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
         interpret=interpret,
@@ -114,7 +115,7 @@ def attend_reference(
     q: Float[Array, "B K G T H"],
     k: GroupedTokens,
     v: GroupedTokens,
-    fetched: FetchedTokens,
+    fetched: SlotVectors,
     pos: Int32[Array, "B #K S"],
     q_pos: Int32[Array, "B T"],
     n: Int32[Array, " B"],

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvjax.core.kernels import mixed_attention
-from kvjax.core.kernels.mixed_attention import FetchedTokens, GroupedTokens
+from kvjax.core.kernels.mixed_attention import GroupedTokens, SlotVectors
 from kvjax.core.kernels.packed_attention import PackedCodes
 
 K, S, GROUP, RESIDUAL, N = 2, 400, 16, 32, 12
@@ -38,7 +38,7 @@ def test_each_slot_is_read_from_its_own_place(bits, H, G, T, window, pos_heads):
     idx[0, :, 1:] = np.stack([rng.permutation(340)[: N - 1] for _ in range(K)])
     idx[0, 1, 1] = 350  # a code of a key, and an exact value
     exact = (jnp.asarray(rng.normal(size=(B, K, N, H)), jnp.float32) for _ in range(2))
-    fetched = FetchedTokens(*exact, jnp.asarray(idx, jnp.int32))
+    fetched = SlotVectors(*exact, jnp.asarray(idx, jnp.int32))
     pos = np.where(np.arange(S) < LENGTHS[:, None], np.arange(S), -1)
     pos = jnp.asarray(np.broadcast_to(pos[:, None], (B, pos_heads, S)), jnp.int32)
     q = jnp.asarray(rng.normal(size=(B, K, G, T, H)), jnp.float32)
