@@ -277,12 +277,14 @@ class Family:
       keys: config.json key -> what its value must be, for further keys that are obeyed.
       aliases: config.json key -> the key that transformers reads it as.
       activation: the key of the MLP's activation.
+      activation_names: names of activations that mean another one in this family -> that one.
       head_dim: the key of the width of a head.
       sliding: "never" | "every layer" | "by layer": which layers `sliding_window` is for.
       window_switch: whether `use_sliding_window` turns windows on.
       layer_types: makes the types of layers, where sliding is "by layer" and config.json has none.
       partial_rotary: whether `partial_rotary_factor` is obeyed.
-      rope_by_type: whether layers of each type have RoPE parameters of their own.
+      rope_by_type: where layers of each type have RoPE parameters of their own, the key of the base of layers with a
+        window; else empty.
       longrope_names: types of RoPE scaling that mean longrope.
       refine: adds to the kind of layer i what only this family has.
       outside: makes the fields of `Config` that are not those of layers.
@@ -299,12 +301,13 @@ class Family:
     keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     activation: str = "hidden_act"
+    activation_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     head_dim: str = "head_dim"
     sliding: str = "never"
     window_switch: bool = False
     layer_types: Callable[[Values], list[str]] | None = None
     partial_rotary: bool = False
-    rope_by_type: bool = False
+    rope_by_type: str = ""
     longrope_names: tuple[str, ...] = ("longrope",)
     refine: Callable[[LayerKind, Values, int], LayerKind] = lambda kind, values, i: kind
     outside: Callable[[Values], dict[str, Any]] = lambda values: {}
@@ -379,6 +382,11 @@ def qwen_types(values: Values) -> list[str]:
 def alternating_types(values: Values) -> list[str]:
     """Gemma 2 and gpt-oss: every other layer from the first on has the window."""
     return [FULL if i % 2 else SLIDING for i in range(values["num_hidden_layers"])]
+
+
+def olmo3_types(values: Values) -> list[str]:
+    """OLMo 3: all layers but every fourth have the window."""
+    return [SLIDING if (i + 1) % 4 else FULL for i in range(values["num_hidden_layers"])]
 
 
 def gemma3_types(values: Values) -> list[str]:
@@ -585,6 +593,29 @@ FAMILIES = {
         attention={"qk_norm": "all"},
         switches=BIASES,
     ),
+    "olmo3": Family(
+        "Olmo3ForCausalLM",
+        COMMON
+        | {"vocab_size": 50304, "intermediate_size": 11008, "max_position_embeddings": 2048}
+        | {"rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "eos_token_id": 50279, "attention_bias": False}
+        | {"sliding_window": 4096},
+        tables=((*OUTSIDE, *POST_NORMS, *ATTENTION, *ALL_HEADS_NORMS, *MLP),),
+        layer={"norms": "after"},
+        attention={"qk_norm": "all"},
+        switches=BIASES,
+        sliding="by layer",
+        layer_types=olmo3_types,
+        rope_by_type="rope_theta",
+    ),
+    "seed_oss": Family(
+        "SeedOssForCausalLM",
+        COMMON
+        | {"vocab_size": 155136, "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 80}
+        | {"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 524288}
+        | {"bos_token_id": 0, "eos_token_id": 2}
+        | {"attention_bias": True, "attention_out_bias": False, "mlp_bias": False},
+        switches={"attention_bias": ("qkv_bias",), "attention_out_bias": ("out_bias",)} | MLP_BIAS,
+    ),
     "smollm3": Family(
         "SmolLM3ForCausalLM",
         COMMON
@@ -642,6 +673,21 @@ FAMILIES = {
         sliding="every layer",
         window_switch=True,
         refine=refine_qwen3_moe,
+    ),
+    "gemma": Family(
+        "GemmaForCausalLM",
+        COMMON
+        | {"vocab_size": 256000, "hidden_size": 3072, "intermediate_size": 24576, "num_hidden_layers": 28}
+        | {"num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 256, "max_position_embeddings": 8192}
+        | {"hidden_act": "gelu_pytorch_tanh", "bos_token_id": 2, "eos_token_id": 1, "tie_word_embeddings": True}
+        | {"attention_bias": False, "use_bidirectional_attention": None},
+        layer={"unit_offset": True},
+        switches=BIASES,
+        keys={"use_bidirectional_attention": SWITCH},
+        # The makers' config.json names the exact GELU, and the models were trained with its tanh form.
+        activation_names={"gelu": "gelu_pytorch_tanh"},
+        outside=lambda values: {"embed_scale": values["hidden_size"] ** 0.5},
+        find_unsupported=_find_bidirectional,
     ),
     "gemma2": Family(
         "Gemma2ForCausalLM",
@@ -728,7 +774,7 @@ FAMILIES["gemma3_text"] = replace(
     attention={"qk_norm": "head"},
     keys=GEMMA_3_KEYS,
     layer_types=gemma3_types,
-    rope_by_type=True,
+    rope_by_type="rope_local_base_freq",
     refine=refine_gemma3,
 )
 # A model that reads images too: its decoder alone is converted.

@@ -333,7 +333,7 @@ def _complete(raw: Raw, family: Family) -> dict[str, Any]:
     scaling, parameters = values.get("rope_scaling") or {}, values.get("rope_parameters") or {}
     thetas = {"": values["rope_theta"]}
     if family.rope_by_type:
-        thetas = {FULL: values["rope_theta"], SLIDING: values["rope_local_base_freq"]}
+        thetas = {FULL: values["rope_theta"], SLIDING: values[family.rope_by_type]}
         # transformers looks for `truncate` outside of the two sets, where it is not.
         sets = {kind: {**(parameters.get(kind) or {}), "truncate": True} for kind in thetas}
         sets[FULL] |= scaling
@@ -350,6 +350,9 @@ def _complete(raw: Raw, family: Family) -> dict[str, Any]:
     head_dim = values[family.head_dim]
     # DeepSeek-V2, whose layers have one set, derives the scale of its dot products from this parameter too.
     mscale_all_dim = next(iter(ropes.values())).get("mscale_all_dim")
+    activation = values[family.activation]
+    if isinstance(activation, str):
+        values[family.activation] = family.activation_names.get(activation, activation)
     return values | {ROPE: ropes, "mscale_all_dim": mscale_all_dim, HEAD_DIM: head_dim}
 
 

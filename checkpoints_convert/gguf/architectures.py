@@ -134,10 +134,11 @@ def read_granite(file: File) -> tuple[Entries, Problems]:
 
 
 def read_olmo2(file: File) -> tuple[Entries, Problems]:
-    """OLMo 2; with a window it is OLMo 3."""
-    if file.raw["sliding_window"]:
-        return {}, [f"olmo2.{WINDOW} makes this a model of OLMo 3, which is not supported; use one of OLMo 2"]
-    return {}, []
+    """OLMo 2; with a window it is OLMo 3, in which all layers but every fourth have it, and a RoPE without scaling."""
+    if not file.raw["sliding_window"]:
+        return {}, []
+    types, problems = _read_layer_types(file, 4)
+    return {"model_type": "olmo3", "layer_types": types}, problems + _find_local_theta(file)
 
 
 def read_deepseek2(file: File) -> tuple[Entries, Problems]:
@@ -285,11 +286,13 @@ ARCHITECTURES = {
         read_granite,
         swaps_halves=True,
     ),
-    "olmo2": Architecture("olmo2", (), read_olmo2),
+    "olmo2": Architecture("olmo2", (PATTERN, LOCAL_THETA), read_olmo2),
+    "seed_oss": Architecture("seed_oss"),
     "smollm3": Architecture("smollm3", (), lambda file: ({"no_rope_layer_interval": 4}, []), swaps_halves=True),
     "qwen3moe": Architecture(
         "qwen3_moe", (*EXPERTS, "expert_feed_forward_length", "expert_weights_norm"), read_qwen3_moe
     ),
+    "gemma": Architecture("gemma", (), lambda file: ({"hidden_act": "gelu_pytorch_tanh"}, []), adds_one=True),
     "gemma2": Architecture(
         "gemma2",
         (PATTERN, LOCAL_THETA, "attn_logit_softcapping", "final_logit_softcapping"),

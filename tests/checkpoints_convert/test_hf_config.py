@@ -11,6 +11,7 @@ from checkpoints_convert.families import FAMILIES
 from checkpoints_convert.hf_config import translate
 from kvjax.errors import KvjaxError
 from kvjax.models import RopeScaling
+from kvjax.models.checkpoint import parameter_shapes
 
 LLAMA3 = {
     "factor": 8.0,
@@ -284,6 +285,8 @@ LATENT = {"model_type": "deepseek_v2", "num_experts_per_tok": 6}
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
+        ({"model_type": "gemma", "use_bidirectional_attention": True}, "use_bidirectional_attention .true. is not"),
+        ({"model_type": "olmo3", "sliding_window": None}, "sliding_window is unset, and layers of this family have"),
         ({"model_type": "gemma2", "use_bidirectional_attention": True}, "use_bidirectional_attention .true. is not"),
         ({"model_type": "gemma2", "sliding_window": None}, "sliding_window is unset, and layers of this family have"),
         ({"model_type": "gemma2", "hidden_activation": "gelu"}, "hidden_activation 'gelu' is not supported"),
@@ -323,6 +326,87 @@ def test_a_family_has_one_kind_for_each_different_layer():
     assert [qwen.kind(i).mlp.experts is not None for i in range(4)] == [False, True, False, False]
     smollm3 = translate({"model_type": "smollm3", "num_hidden_layers": 6, "no_rope_layer_interval": 3})
     assert [smollm3.kind(i).attention.rope is None for i in range(6)] == [False, False, True] * 2
+
+
+YARN_OF_OLMO_3 = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}
+YARN_OF_OLMO_3 |= {"attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0}
+PUBLISHED = {
+    "OLMo 3 7B": {
+        "model_type": "olmo3",
+        "architectures": ["Olmo3ForCausalLM"],
+        "vocab_size": 100278,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 65536,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 500000,
+        "rope_scaling": YARN_OF_OLMO_3,
+        "sliding_window": 4096,
+        "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 8,
+    },
+    "Seed-OSS 36B": {
+        "model_type": "seed_oss",
+        "architectures": ["SeedOssForCausalLM"],
+        "hidden_size": 5120,
+        "head_dim": 128,
+        "num_attention_heads": 80,
+        "num_key_value_heads": 8,
+        "rope_theta": 10000000.0,
+        "rope_scaling": {"rope_type": "default"},
+        "attention_bias": True,
+        "attention_out_bias": False,
+        "mlp_bias": False,
+    },
+    "Gemma 2B": {
+        "model_type": "gemma",
+        "architectures": ["GemmaForCausalLM"],
+        "hidden_size": 2048,
+        "intermediate_size": 16384,
+        "num_hidden_layers": 18,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 1,
+        "hidden_act": "gelu",
+        "hidden_activation": None,
+        "rope_theta": 10000.0,
+    },
+}
+"""What distinguishes them in their makers' config.json."""
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "bytes_per_token"),
+    [
+        ("OLMo 3 7B", 7_298_011_136, 2 * 32 * 2 * 32 * 128),
+        ("Seed-OSS 36B", 36_151_104_512, 2 * 64 * 2 * 8 * 128),
+        ("Gemma 2B", 2_506_172_416, 2 * 18 * 2 * 256),
+    ],
+)
+def test_published_configs_make_models_of_the_published_sizes(name, parameters, bytes_per_token):
+    config = translate(PUBLISHED[name])
+    assert sum(map(math.prod, parameter_shapes(config).values())) == parameters
+    assert 2 * sum(config.kind(i).attention.stored_numbers for i in range(config.layers)) == bytes_per_token
+
+
+def test_only_layers_without_a_window_scale_rope_in_olmo_3():
+    sliding, full = translate(PUBLISHED["OLMo 3 7B"]).kinds
+    assert (sliding.attention.rope.scaling, full.attention.rope.scaling.kind) == (None, "yarn")
+    assert sliding.attention.rope.theta == full.attention.rope.theta == 500_000.0
+    by_type = {"full_attention": {"rope_theta": 5.0, **YARN_OF_OLMO_3}, "sliding_attention": {"rope_theta": 7.0}}
+    raw = {"model_type": "olmo3", "rope_parameters": by_type, "num_hidden_layers": 5}
+    config = translate(raw)
+    assert config.pattern == (0, 0, 0, 1, 0) and [rope.theta for rope in config.ropes] == [7.0, 5.0]
+    with pytest.raises(KvjaxError, match="rope_parameters must have one set for each of full_attention, sliding"):
+        translate(raw | {"rope_parameters": YARN_OF_OLMO_3})
+
+
+def test_gelu_means_its_tanh_form_in_gemma_1_alone():
+    gemma = translate(PUBLISHED["Gemma 2B"])
+    assert gemma.kind(0).mlp.activation == "gelu_tanh" and gemma.embed_scale == 2048**0.5
+    with pytest.raises(KvjaxError, match="hidden_act 'relu' is not supported"):
+        translate(PUBLISHED["Gemma 2B"] | {"hidden_act": "relu"})
 
 
 def test_switches_and_derived_sizes():

@@ -109,6 +109,7 @@ def change(config: kvjax.models.Config, what: str, value) -> kvjax.models.Config
 @pytest.mark.parametrize(
     ("name", "what", "value"),
     [
+        ("gemma", "embed_scale", 1.0),
         ("granite", "embed_scale", 1.0),
         ("granite", "logit_scale", 1.0),
         ("granite", "attention.scale", None),
@@ -117,6 +118,8 @@ def change(config: kvjax.models.Config, what: str, value) -> kvjax.models.Config
         ("gemma2", "attention.rule.window", None),
         ("gemma3", "attention.scale", None),
         ("gemma3_vision", "attention.rope.theta", 10_000.0),
+        ("olmo3", "attention.rope.scaling", None),
+        ("olmo3", "attention.rule.window", None),
         ("smollm3", "attention.rule.window", None),
         ("gpt_oss", "mlp.limit", 7.0),
         ("gpt_oss", "mlp.slope", 1.702),

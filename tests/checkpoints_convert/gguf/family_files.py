@@ -18,6 +18,7 @@ from tests.checkpoints_convert.gguf.gguf_files import NAMES, add_value, interlea
 
 ARCHITECTURES = {
     "deepseek_v2": "deepseek2",
+    "gemma": "gemma",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
     "gpt_oss": "gpt-oss",
@@ -25,9 +26,11 @@ ARCHITECTURES = {
     "llama": "llama",
     "mixtral": "llama",
     "olmo2": "olmo2",
+    "olmo3": "olmo2",
     "phi3": "phi3",
     "qwen2": "qwen2",
     "qwen3_moe": "qwen3moe",
+    "seed_oss": "seed_oss",
     "smollm3": "smollm3",
 }
 OUTSIDE = {name: NAMES[name] for name in ("model.embed_tokens", "model.norm", "lm_head")}
@@ -84,7 +87,7 @@ def own_tensors(config: dict[str, Any], tensors: dict[str, np.ndarray]) -> dict[
             found[f"{own}.attn_k_b.weight"] = by_head[:, : config["qk_nope_head_dim"]].swapaxes(1, 2)
             found[f"{own}.attn_v_b.weight"] = by_head[:, config["qk_nope_head_dim"] :]
         elif module == "post_attention_layernorm":
-            is_after = kind in ("gemma2", "gemma3_text", "gpt_oss", "olmo2")
+            is_after = kind in ("gemma2", "gemma3_text", "gpt_oss", "olmo2", "olmo3", "seed_oss")
             found[f"{own}.{'post_attention_norm' if is_after else 'ffn_norm'}.weight"] = x
         else:
             heads = {"self_attn.q_proj": "num_attention_heads", "self_attn.k_proj": "num_key_value_heads"}.get(module)
@@ -124,7 +127,7 @@ def own_metadata(config: dict[str, Any]) -> dict[str, Any]:
         "rope.dimension_count": int(size * config.get("partial_rotary_factor", 1.0)),
     }
     rope = config["rope_scaling"]
-    if kind == "gemma3_text":
+    if "sliding_attention" in rope:
         keys["rope.freq_base_swa"] = float(rope["sliding_attention"]["rope_theta"])
         rope = rope["full_attention"]
         keys["rope.freq_base"] = float(rope["rope_theta"])
@@ -141,7 +144,7 @@ def own_metadata(config: dict[str, Any]) -> dict[str, Any]:
         keys["rope.scaling.attn_factor"] = float(np.sqrt(1 + np.log(factor) / np.log(original)))
     if config.get("sliding_window") and kind != "smollm3":
         keys["attention.sliding_window"] = config["sliding_window"]
-    if kind in ("gemma2", "gemma3_text", "gpt_oss"):
+    if kind in ("gemma2", "gemma3_text", "gpt_oss", "olmo3"):
         keys["attention.sliding_window_pattern"] = [x == "sliding_attention" for x in config["layer_types"]]
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if config.get(key) is not None:

@@ -29,6 +29,7 @@ from tests.checkpoints_convert.gguf.family_files import split_experts, write_fam
 CHANGES = {
     "deepseek_v2": {"attention_bias": False, "mlp_bias": False},
     "deepseek_v2_lite": {},
+    "gemma": {},
     "gemma2": {"query_pre_attn_scalar": 8},
     "gemma3": {"query_pre_attn_scalar": 8},
     "gpt_oss": {"swiglu_alpha": None, "swiglu_limit": None},
@@ -36,8 +37,10 @@ CHANGES = {
     "llama_yarn": {},
     "mixtral": {},
     "olmo2": {},
+    "olmo3": {},
     "phi3_longrope": {},
     "qwen3_moe": {"num_hidden_layers": 1, "mlp_only_layers": [], "norm_topk_prob": True},
+    "seed_oss": {},
     "smollm3": {"num_hidden_layers": 4, "no_rope_layers": None, "use_sliding_window": False, "layer_types": None},
 }
 
@@ -192,6 +195,10 @@ def test_missing_keys_have_the_defaults_of_llama_cpp(hf, tmp_path):
     assert [config.kind(i).attention.rule.window for i in range(3)] == [4096, None, 4096]
     config = config_of(write(hf, "gpt_oss", tmp_path / "gpt.gguf", attention__sliding_window_pattern=None))
     assert [config.kind(i).attention.rule.window for i in range(3)] == [8, None, 8]
+    gone = {"attention__sliding_window_pattern": None, "rope__freq_base_swa": None}
+    config = config_of(write(hf, "olmo3", tmp_path / "olmo3.gguf", **gone))
+    assert [config.kind(i).attention.rule.window for i in range(4)] == [8, 8, 8, None]
+    assert [rope.theta for rope in config.ropes] == [100.0, 100.0]
     config = config_of(write(hf, "granite", tmp_path / "granite.gguf", attention__scale=None, residual_scale=None))
     assert config.kind(0).attention.scale == pytest.approx(8**-0.5) and config.kind(0).residual == 1.0
 
@@ -228,7 +235,7 @@ def test_yarn_and_longrope_have_the_parameters_of_the_file(hf, tmp_path):
 @pytest.mark.parametrize(
     ("name", "changes", "says"),
     [
-        ("olmo2", {"attention__sliding_window": 8}, "olmo2.attention.sliding_window makes this a model of OLMo 3"),
+        ("olmo3", {"rope__freq_base_swa": 5.0}, "rope.freq_base_swa is 5.0: another RoPE in layers with a window"),
         ("granite", {"rope__scaling__finetuned": False}, "a model without RoPE, which is not supported"),
         ("granite", {"logit_scale": None}, "must have the number 'granite.logit_scale'"),
         ("granite", {"expert_count": 8}, "granite.expert_count = 8"),
