@@ -34,6 +34,7 @@ from .keyformer import keyformer as keyformer
 from .keynorm import keynorm as keynorm
 from .kivi import kivi as kivi
 from .kmeans import kmeans as kmeans
+from .kvarn import kvarn as kvarn
 from .kvcrush import kvcrush as kvcrush
 from .kvmerger import kvmerger as kvmerger
 from .kvquant import kvquant as kvquant

@@ -147,6 +147,15 @@ def group_codes_bytes(shape: LayerShape, bits: int, group: int, residual: int) -
     return 2 * (numbers * bits // 8 + 2 * (numbers // group) * shape.itemsize + shape.count_bytes()) + recent
 
 
+def kvarn_bytes(shape: LayerShape) -> StateBytes:
+    """4 bits of a key, 2 of a value, float16 scales of tokens and of tiles of 4, an unfinished tile, 2 exact sinks."""
+    tokens, tiles = shape.B * shape.K * shape.S, shape.B * shape.K * -(-shape.S // 4)
+    codes = tokens * shape.H * (4 + 2) // 8
+    scales = 2 * tokens * (1 + 2) + 2 * tiles * shape.H * (2 + 1)
+    stored = codes + scales + 2 * shape.kv_bytes(4 + 2) + 2 * shape.count_bytes()
+    return StateBytes(stored + shape.position_bytes(shape.S) + shape.count_bytes())
+
+
 def kivi_bytes(bits: int, group: int, residual: int) -> BytesFormula:
     def count(shape: LayerShape) -> StateBytes:
         return StateBytes(
@@ -450,6 +459,7 @@ CASES = (
     sized_case(
         "kmeans", "snapkv:budget={},window=2,kernel=3 + kmeans:share=0.5,iterations=2", 7, 100, selection_bytes(7)
     ),
+    sized_case("kvarn", "kvarn:tile={},sinks=2", 4, 24, kvarn_bytes),
     sized_case("kvcrush", "snapkv:budget={},window=2,kernel=3 + kvcrush:share=0.5", 7, 100, selection_bytes(7)),
     sized_case(
         "kvcrush",
