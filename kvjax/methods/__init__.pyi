@@ -51,6 +51,7 @@ from .minicache import minicache as minicache
 from .mxfp4 import mxfp4 as mxfp4
 from .nvfp4 import nvfp4 as nvfp4
 from .offload import offload as offload
+from .oscar import oscar as oscar
 from .pyramidkv import pyramidkv as pyramidkv
 from .quest import quest as quest
 from .random import random as random

@@ -42,6 +42,7 @@ DIFFERENT = {
     "matryoshka": (4, 4, OWN_ARRAYS),
     "merged_heads": (4, 4, OWN_ARRAYS),
     "minicache": (3, 3, "below the pairs, and the lower and the upper layer of a pair"),
+    "oscar": (4, 4, OWN_ARRAYS),
     "pyramidkv": (4, 1, OWN_BUDGET),
     "razor_attention": (3, 1, OWN_BUDGET),
     "tidal_decode": (2, 2, "layers that choose tokens, and layers that read the tokens chosen below"),

@@ -218,6 +218,16 @@ def offload_bytes(shape: LayerShape) -> StateBytes:
     return StateBytes(shape.position_bytes(shape.S) + shape.count_bytes(), 2 * shape.kv_bytes(shape.S))
 
 
+def oscar_bytes(shape: LayerShape) -> StateBytes:
+    """2 bits, scales and minima of 4 channels, 4 + 1 recent tokens, 2 exact sinks, and a rotation of each head."""
+    tokens = -(-(shape.S // 4 * 4) // 16) * 16  # whole words of 16 codes
+    codes = shape.B * shape.K * tokens * shape.H * 2 // 8
+    scales_and_minima = 2 * shape.kv_bytes(tokens) // 4
+    stored = 2 * (codes + scales_and_minima + shape.kv_bytes(5 + 2) + shape.count_bytes())
+    rotations = 2 * 4 * shape.K * shape.H * shape.H
+    return StateBytes(stored + rotations + shape.position_bytes(shape.S) + shape.count_bytes())
+
+
 def quest_bytes(shape: LayerShape) -> StateBytes:
     """All tokens, and a box for each page of 2."""
     return StateBytes(full_bytes(shape).device + 2 * shape.kv_bytes(-(-shape.S // 2)))
@@ -523,6 +533,7 @@ CASES = (
     MethodCase("mxfp4", "mxfp4:block=8,rotate=true", "", block_bytes(20, 20)),
     MethodCase("nvfp4", "nvfp4:block=8", "", block_bytes(20, 20)),
     MethodCase("offload", "offload", "offload", offload_bytes),
+    sized_case("oscar", "oscar:group=4,sinks=2,recent={}", 4, 24, oscar_bytes),
     sized_case("pyramidkv", "pyramidkv:budget={},window=2,kernel=3,pool=avg", 6, 100, selection_bytes(6)),
     sized_case("quest", "quest:budget={},page=2,device_layers=0", 6, 100, quest_bytes),
     sized_case(
