@@ -8,6 +8,7 @@ from .bfp import bfp as bfp
 from .cake import cake as cake
 from .cam import cam as cam
 from .chunkkv import chunkkv as chunkkv
+from .compactor import compactor as compactor
 from .criticalkv import criticalkv as criticalkv
 from .cskv import cskv as cskv
 from .cur import cur as cur
@@ -40,6 +41,7 @@ from .kvmerger import kvmerger as kvmerger
 from .kvquant import kvquant as kvquant
 from .kvzip import kvzip as kvzip
 from .lagkv import lagkv as lagkv
+from .leverage_score import leverage_score as leverage_score
 from .lococo import lococo as lococo
 from .locret import locret as locret
 from .lookm import lookm as lookm
@@ -49,6 +51,7 @@ from .merging import merging as merging
 from .mikv import mikv as mikv
 from .minicache import minicache as minicache
 from .mxfp4 import mxfp4 as mxfp4
+from .noncausal_attention import noncausal_attention as noncausal_attention
 from .nvfp4 import nvfp4 as nvfp4
 from .offload import offload as offload
 from .oscar import oscar as oscar

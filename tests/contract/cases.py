@@ -383,6 +383,7 @@ CASES = (
     sized_case("cake", "cake:budget={},window=2,kernel=3", 6, 100, selection_bytes(6)),
     sized_case("cam", "accumulated:budget={},recent=2 + cam:window=2", 6, 100, selection_bytes(6)),
     sized_case("chunkkv", "chunkkv:budget={},chunk=2,window=2", 6, 100, selection_bytes(6, per_head=False)),
+    sized_case("compactor", "compactor:budget={},sinks=1,recent=1,chunk=4,sketch=4", 6, 100, selection_bytes(6)),
     sized_case("criticalkv", "snapkv:budget={},window=2,kernel=3 + criticalkv", 6, 100, selection_bytes(6)),
     MethodCase("cskv", "cskv:keys=0.5,values=0.25,window=3", "cskv:keys=1,values=1,window=3", cskv_bytes),
     sized_case("cur", "cur:budget={},window=4,sinks=1", 5, 100, selection_bytes(5)),
@@ -508,6 +509,7 @@ CASES = (
     ),
     MethodCase("kvzip", "kvzip:budget=5,sinks=1,plus=true,level=head", "", selection_bytes(5), variant="plus"),
     sized_case("lagkv", "lagkv:budget={},lag=2,sinks=1", 6, 100, selection_bytes(6)),
+    sized_case("leverage_score", "leverage_score:budget={},sketch=4", 5, 100, selection_bytes(5)),
     sized_case("lococo", "lococo:budget={},recent=1", 6, 100, selection_bytes(6)),
     sized_case("locret", "locret:budget={},recent=2", 5, 100, selection_bytes(5)),
     MethodCase(
@@ -531,6 +533,7 @@ CASES = (
     # The battery's model has a single layer, which is half of no pair; see tests/oracles/test_minicache.py.
     MethodCase("minicache", "minicache", "minicache", full_bytes),
     MethodCase("mxfp4", "mxfp4:block=8,rotate=true", "", block_bytes(20, 20)),
+    sized_case("noncausal_attention", "noncausal_attention:budget={},chunk=4", 5, 100, selection_bytes(5)),
     MethodCase("nvfp4", "nvfp4:block=8", "", block_bytes(20, 20)),
     MethodCase("offload", "offload", "offload", offload_bytes),
     sized_case("oscar", "oscar:group=4,sinks=2,recent={}", 4, 24, oscar_bytes),

@@ -21,6 +21,7 @@ COMPARED = {
     "AdaKVPress": "adakv",
     "CURPress": "cur",
     "ChunkKVPress": "chunkkv",
+    "CompactorPress": "compactor",
     "CriticalAdaKVPress": "criticaladakv",
     "CriticalKVPress": "criticalkv",
     "DecodingPress": "decoding_keydiff",
@@ -30,7 +31,9 @@ COMPARED = {
     "KeyDiffPress": "keydiff",
     "KnormPress": "knorm",
     "LagKVPress": "lagkv",
+    "LeverageScorePress": "leverage",
     "MergingPress": "merging",
+    "NonCausalAttnPress": "noncausal",
     "ObservedAttentionPress": "observed",
     "PrefillDecodingPress": "decoding_keydiff",
     "PyramidKVPress": "pyramidkv",
@@ -42,10 +45,10 @@ COMPARED = {
 """The presses that tests/methods/test_public_eviction.py compares with ours, and the names of their cases there."""
 
 OTHERS = """
-BasePress BlockPress CAMPress CapPress ChunkPress CompactorPress ComposedPress CompressionRatioDecodingPress
+BasePress BlockPress CAMPress CapPress ChunkPress ComposedPress CompressionRatioDecodingPress
 DMSPress EntropyGatedChunkKVPress ExpectedAttentionStatsPress FastKVzipPress FinchPress KeyRerotationPress
-KVComposePress KVgradPress KVPressTextGenerationPipeline KVzapPress LeverageScorePress LUKVPress
-NonCausalAttnPress PerLayerCompressionPress QFilterPress RandomPress RestoreKVPress ScorerPress
+KVComposePress KVgradPress KVPressTextGenerationPipeline KVzapPress LUKVPress
+PerLayerCompressionPress QFilterPress RandomPress RestoreKVPress ScorerPress
 SimLayerKVPress
 """.split()
 """All other names in `__all__` of kvpress 0.5.5."""

@@ -65,6 +65,9 @@ METHODS = {
     "kvpress_kvzip": ("gqa", methods.kvzip(FIELD, level="layer")),
     "kvpress_kvzip_model": ("gqa", methods.kvzip(FIELD)),  # kvpress' default
     "kvpress_kvzip_plus": ("gqa", methods.kvzip(FIELD, plus=True, level="layer")),
+    "kvpress_leverage": ("gqa", methods.leverage_score(FIELD)),
+    "kvpress_noncausal": ("gqa", methods.noncausal_attention(FIELD, chunk=40)),
+    "kvpress_compactor": ("gqa", methods.compactor(FIELD, chunk=4)),
     **{f"kvpress_think{kept}": ("gqa", methods.think(1 - kept / 100, recent=0)) for kept in (75, 50, 25)},
     **DECODING,
 }

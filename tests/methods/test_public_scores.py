@@ -1,4 +1,6 @@
-"""Scores as arrays against kvpress: of one prompt, alone and without padding (tests/fixtures/make_eviction_scores.py).
+"""Scores as arrays against kvpress: of one prompt, alone and without padding.
+
+`tests/fixtures/make_eviction_scores.py` and `make_eviction_presses.py` made them.
 
 Where kvpress fills tokens that always stay with a constant, our scorers rank them above the others, or leave them to
 the selection: of these tokens nothing is compared but that.
@@ -23,6 +25,7 @@ from kvjax.core.attention_mass import Observation
 from kvjax.core.rope import Rope
 from kvjax.core.types import KVBlock
 from kvjax.methods.cam import ValueSpread
+from kvjax.methods.compactor import compactor
 from kvjax.methods.criticalkv import OutputScores
 from kvjax.methods.cur import Cur
 from kvjax.methods.expected_attention import ExpectedAttention
@@ -30,6 +33,8 @@ from kvjax.methods.keydiff import KeyDiff
 from kvjax.methods.keynorm import KeyNorm
 from kvjax.methods.kvzip import ReplayAttention
 from kvjax.methods.lagkv import LagKV
+from kvjax.methods.leverage_score import LeverageScore, draw_sketch
+from kvjax.methods.noncausal_attention import NoncausalAttention
 from kvjax.methods.sinks_and_recent import Recency
 from kvjax.methods.think import ChannelPruner
 from tests.fixtures import ROOT
@@ -56,13 +61,23 @@ CASES = {
     "expected_mean": (ExpectedAttention(future=16, covariance=False, value_norms=False), 4, 0),
     "expected_epsilon": (ExpectedAttention(epsilon=0.02), 4, 0),
 }
+SELECTED = {
+    # case -> our selection; tokens that it keeps in any case have no score there, and a constant in kvpress
+    "leverage": make_selection(LeverageScore(), HALF),
+    "noncausal": make_selection(NoncausalAttention(chunk=25), HALF),
+    "compactor": compactor(HALF, chunk=19).select,
+    "compactor_blend": compactor(HALF, chunk=2, blend="0.35").select,
+}
 PRESSES = {
     "CURPress": "cur",
+    "CompactorPress": "compactor",
     "CriticalKVPress": "criticalkv",
     "ExpectedAttentionPress": "expected",
     "KeyDiffPress": "keydiff",
     "KnormPress": "knorm",
     "LagKVPress": "lagkv",
+    "LeverageScorePress": "leverage",
+    "NonCausalAttnPress": "noncausal",
     "ObservedAttentionPress": "observed",
     "PyramidKVPress": "pyramidkv",
     "SnapKVPress": "snapkv",
@@ -71,10 +86,7 @@ PRESSES = {
     "RandomPress": "Its numbers are those of torch's generator; ours go by seed, head and position.",
     "ExpectedAttentionStatsPress": "Its statistics are downloaded for a model by name.",
     "CapPress": "Not here, see docs/generate/field.toml.",
-    "CompactorPress": "Not here, see docs/generate/field.toml.",
     "KVzapPress": "Not here, see docs/generate/field.toml.",
-    "LeverageScorePress": "A part of Compactor, which is not here.",
-    "NonCausalAttnPress": "A part of Compactor, which is not here.",
     "QFilterPress": "Not here, see docs/generate/field.toml.",
 }
 """Every press of kvpress that scores tokens -> a stored case, or one sentence why there is nothing to compare."""
@@ -82,8 +94,8 @@ PRESSES = {
 
 @functools.cache
 def load_arrays() -> dict[str, np.ndarray]:
-    with np.load(ROOT / "eviction" / "scores.npz") as arrays:
-        return dict(arrays)
+    files = (np.load(ROOT / "eviction" / name) for name in ("scores.npz", "scores_presses.npz"))
+    return {path: x for arrays in files for path, x in arrays.items()}
 
 
 def kvpress_scores(case: str) -> np.ndarray:
@@ -125,6 +137,21 @@ def test_scores_are_those_of_kvpress(case):
         assert ours[:, T - last :].min() > ours[:, free].max()
         assert np.unique(public[:, T - last :]).size == 1
     assert np.unique(public[:, :first]).size == (first > 0)
+
+
+@pytest.mark.parametrize("case", SELECTED)
+def test_scores_of_the_tokens_that_may_leave_are_those_of_kvpress(case):
+    select = SELECTED[case]
+    assert select is not None
+    free = slice(select.sinks, T - select.recent)
+    public = kvpress_scores(case)
+    # A sketch of 48 columns has rank 16 here, and solving for it costs float32 a digit.
+    np.testing.assert_allclose(own_scores(select.scorer)[:, free], public[:, free], rtol=1e-4, atol=1e-5)
+    assert np.ptp(public[:, free]) > 1e-3
+
+
+def test_the_sketch_is_the_one_that_kvpress_was_given():
+    np.testing.assert_array_equal(draw_sketch(0, 2, 16, 48), np.load(ROOT / "eviction" / "sketch.npy"))
 
 
 def test_the_attention_of_the_last_query_is_one_score_for_all_heads_of_a_layer():
@@ -219,5 +246,5 @@ def test_cam_merges_the_same_tokens_by_the_same_probability(monkeypatch):
 def test_every_press_that_scores_is_compared_or_has_a_reason():
     assert set(load_arrays()["presses"].tolist()) == set(PRESSES)
     cases = {path.removeprefix("scores/") for path in load_arrays() if path.startswith("scores/")}
-    assert {*CASES, "tova", "streaming", "criticalkv", "kvzip", "kvzip_plus"} == cases
+    assert {*CASES, *SELECTED, "tova", "streaming", "criticalkv", "kvzip", "kvzip_plus"} == cases
     assert all(why in cases or why.endswith(".") for why in PRESSES.values())
