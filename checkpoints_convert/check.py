@@ -14,6 +14,7 @@ from flax.traverse_util import flatten_dict
 
 from checkpoints_convert.conversion_plan import ConversionPlan, plan_conversion
 from checkpoints_convert.convert import Progress, open_source, read_parts
+from checkpoints_convert.families import FAMILIES
 from checkpoints_convert.source import Source
 from kvjax.errors import KvjaxError
 from kvjax.generation.model_calls import logits
@@ -165,10 +166,13 @@ def transformers_logits(src: str | Path, prompts: list[np.ndarray], dtype: str) 
     """Computes logits [T V] of each prompt with transformers, in float32 from weights rounded to `dtype`."""
     torch, transformers = (import_optional(n, "comparing logits needs", "parity") for n in ("torch", "transformers"))
     directory, options = expand_user(src), {"dtype": torch.float32, "attn_implementation": "eager"}
+    model_class = transformers.AutoModelForCausalLM
     if directory.is_file():
         options["gguf_file"] = directory.name
         directory = directory.parent
-    model = transformers.AutoModelForCausalLM.from_pretrained(directory, **options).eval()
+    else:  # of a model that reads images too, whose class is in none of transformers' lists of decoders
+        model_class = getattr(transformers, FAMILIES[open_source(src).config["model_type"]].architecture)
+    model = model_class.from_pretrained(directory, **options).eval()
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(p.to(getattr(torch, dtype)))

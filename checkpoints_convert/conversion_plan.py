@@ -5,17 +5,17 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from einops import rearrange
 
 from checkpoints_convert.families import (
-    FAMILIES,
     Family,
     Table,
     TargetParameter,
     TensorRule,
+    find_family,
     find_prefixes,
     is_buffer,
     rename,
@@ -155,19 +155,26 @@ def _read_sizes(config: Config, layer: int) -> dict[str, int]:
     return sizes
 
 
-def choose_table(family: Family, config: Config, names: Collection[str]) -> tuple[Table, tuple[Binding, ...]]:
-    """Returns that table of a family which names the most of these tensors, with their prefix, and its bindings."""
-    decoder, head = find_prefixes(names)
+def choose_table(family: Family, config: Config, tensors: Mapping[str, Tensor]) -> tuple[Table, tuple[Binding, ...]]:
+    """Returns that table of a family which fits the most of these tensors, with their prefix, and its bindings.
+
+    One that only names a tensor, whose shape is another, comes after one that has its shape, too.
+    """
+    decoder, head = find_prefixes(tensors)
     tables = [rename(table, (r"^model\.", decoder), (r"^lm_head\.", head)) for table in family.tables]
     candidates = [(table, bind(table, config)) for table in tables]
-    num_named = [sum(name in names for b in bindings for name in b.sources) for _, bindings in candidates]
-    return candidates[num_named.index(max(num_named))]
+    fits = []
+    for _, bindings in candidates:
+        named = [tensors[name].shape == b.shape for b in bindings for name in b.sources if name in tensors]
+        fits.append((len(named), sum(named)))
+    return candidates[fits.index(max(fits))]
 
 
 def plan_conversion(source: Source) -> ConversionPlan:
     """Matches names and shapes; raises one KvjaxError that lists all tensors missing, left over or misshapen."""
     config = translate(source.config, source.generation, source.eos_id(), len(source.tensors))
-    family = FAMILIES[source.config["model_type"]]
+    family = find_family(source.config)
+    assert family is not None
     table, bindings = choose_table(family, config, source.tensors)
     head = next(rule.source for rule in table if rule.targets[0].path == HEAD)
     tied_head = head if config.tie_embeddings and head in source.tensors else None

@@ -104,6 +104,10 @@ def _describe_kind(kind: LayerKind, number: int) -> str:
         (a.rule.soft_cap is not None, f"a soft cap of {a.rule.soft_cap or 0:g}"),
         (True, _describe_rope(a.rope)),
         (a.scale is not None, f"dot products times {a.scale or 0:.4g}"),
+        (
+            a.query_temperature is not None,
+            f"queries that grow every {a.query_temperature.positions if a.query_temperature else 0:,} positions",
+        ),
         (bool(a.qk_norm), f"norms of queries and keys by {'head' if a.qk_norm == 'head' else 'all heads'}"),
         (bool(biased), f"biases of {biased}"),
         (a.sinks, "learned sinks"),

@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 from kvjax.core.rope import yarn_length_factor
-from kvjax.models.kinds import Experts, Latent, LayerKind, MlpKind
+from kvjax.models.kinds import Experts, Latent, LayerKind, MlpKind, QueryTemperature
 
 Values = Mapping[str, Any]
 """A config.json with the defaults of its family."""
@@ -152,6 +152,16 @@ SPLIT_EXPERTS = (
     _rule(f"{LAYER}.mlp.experts.{{e}}.down_proj.weight", f"{OURS}/mlp/down/kernel", "E D F -> E F D"),
 )
 """Experts as they are published, and as transformers saves them by default."""
+TRANSPOSED_EXPERTS = (
+    _rule(f"{LAYER}.mlp.gate.weight", ROUTER, "E D -> D E"),
+    TensorRule(
+        f"{LAYER}.mlp.experts.gate_up_proj",
+        tuple(TargetParameter(path, "E D F -> E D F") for path in GATE_AND_UP),
+        unpack="E D (two F) -> (two E) D F",
+    ),
+    _rule(f"{LAYER}.mlp.experts.down_proj", f"{OURS}/mlp/down/kernel", "E F D -> E F D"),
+)
+"""Experts as Qwen3-VL's are published; transformers saves them as `JOINED_EXPERTS`, under the same names."""
 JOINED_EXPERTS = (
     _rule(f"{LAYER}.mlp.gate.weight", ROUTER, "E D -> D E"),
     TensorRule(
@@ -259,6 +269,7 @@ def rename(table: Table, *names: tuple[str, str]) -> Table:
 COUNT, NUMBER, SWITCH = "be a positive integer", "be a positive number", "be true or false"
 COUNT_OR_ZERO = "be 0 or a positive integer"
 COUNT_OR_NULL, NUMBER_OR_NULL = "be null or a positive integer", "be null or a positive number"
+FACTOR = "be null, 0 or a positive number"
 INDICES, SWITCHES = "be null or a list of layers' numbers", "be null or a list of 0 and 1"
 
 
@@ -268,6 +279,8 @@ class Family:
 
     Attributes:
       architecture: the class of transformers.
+      decoders: of a model that reads images too, the families of its decoder by the model_type of text_config, the
+        first for one that has none. Their fields hold, and none of those below.
       defaults: of its config class, for keys that config.json leaves out.
       tables: of its tensors; with several, the one holds that names the most of a checkpoint's tensors.
       left_out: tensors that are no part of the decoder.
@@ -275,6 +288,7 @@ class Family:
       attention: fields of every layer's `AttentionKind`.
       switches: config.json key -> fields of the layer's `AttentionKind` and "mlp_bias" that it turns on.
       keys: config.json key -> what its value must be, for further keys that are obeyed.
+      rope_keys: the same for keys of the parameters of RoPE.
       aliases: config.json key -> the key that transformers reads it as.
       activation: the key of the MLP's activation.
       activation_names: names of activations that mean another one in this family -> that one.
@@ -292,13 +306,15 @@ class Family:
     """
 
     architecture: str
-    defaults: Values
+    defaults: Values = dataclasses.field(default_factory=dict)
+    decoders: Mapping[str, Family] = dataclasses.field(default_factory=dict)
     tables: tuple[Table, ...] = (LLAMA,)
     left_out: re.Pattern[str] | None = None
     layer: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     attention: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     switches: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    rope_keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     activation: str = "hidden_act"
     activation_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -315,6 +331,8 @@ class Family:
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+ROPE, ORIGINAL = "RoPE parameters", "original_max_position_embeddings"
+TEMPERATURE = "llama_4_scaling_beta"
 IN_GROUPS = "group_limited_greedy"
 """DeepSeek's choice of experts from the best groups of them, a value of `topk_method`."""
 
@@ -408,6 +426,15 @@ def _read_rope_layers(values: Values) -> list[bool]:
     return [(i + 1) % interval != 0 for i in range(layers)]
 
 
+def refine_ministral3(kind: LayerKind, values: Values, i: int) -> LayerKind:
+    """Ministral 3: queries grow with their position."""
+    rope = values[ROPE][""]
+    if not rope.get(TEMPERATURE):
+        return kind
+    temperature = QueryTemperature(float(rope[TEMPERATURE]), rope[ORIGINAL])
+    return replace(kind, attention=replace(kind.attention, query_temperature=temperature))
+
+
 def refine_granite(kind: LayerKind, values: Values, i: int) -> LayerKind:
     """Granite: a scale of the dot products, and a factor of what each part adds to the residual stream."""
     attention = replace(kind.attention, scale=float(values["attention_multiplier"]))
@@ -462,8 +489,9 @@ def refine_deepseek_v2(kind: LayerKind, values: Values, i: int) -> LayerKind:
     rope = kind.attention.rope
     assert rope is not None
     scale = (unrotated + rope.dim) ** -0.5
-    if rope.scaling is not None and values["mscale_all_dim"]:
-        scale *= yarn_length_factor(rope.scaling.factor, values["mscale_all_dim"]) ** 2
+    mscale = values[ROPE][""].get("mscale_all_dim")
+    if rope.scaling is not None and mscale:
+        scale *= yarn_length_factor(rope.scaling.factor, mscale) ** 2
     attention = replace(
         kind.attention,
         kv_heads=1,
@@ -500,6 +528,12 @@ def _read_gemma_outside(values: Values) -> dict[str, Any]:
 def _find_bidirectional(values: Values) -> Iterator[str]:
     if values["use_bidirectional_attention"]:
         yield "use_bidirectional_attention (true) is not supported; a cache needs tokens that see only earlier ones"
+
+
+def _find_ministral3_problems(values: Values) -> Iterator[str]:
+    rope = values[ROPE][""]
+    if rope.get(TEMPERATURE) and rope.get(ORIGINAL) is None:
+        yield f"{TEMPERATURE} needs {ORIGINAL} beside it; copy config.json again"
 
 
 def _find_smollm3_problems(values: Values) -> Iterator[str]:
@@ -539,6 +573,30 @@ FAMILIES = {
         | {"vocab_size": 32000, "intermediate_size": 14336, "max_position_embeddings": 131072}
         | {"num_key_value_heads": 8, "sliding_window": 4096, "bos_token_id": 1, "eos_token_id": 2},
         sliding="every layer",
+    ),
+    "ministral3": Family(
+        "Ministral3ForCausalLM",
+        COMMON
+        | {"vocab_size": 131072, "intermediate_size": 14336, "num_hidden_layers": 34, "num_key_value_heads": 8}
+        | {"head_dim": 128, "max_position_embeddings": 262144, "rms_norm_eps": 1e-5}
+        | {"bos_token_id": 1, "eos_token_id": 2}
+        | {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1_000_000.0,
+                "factor": 16.0,
+                "original_max_position_embeddings": 16384,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale_all_dim": 1.0,
+                "mscale": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            }
+        },
+        rope_keys={TEMPERATURE: FACTOR, ORIGINAL: COUNT_OR_NULL},
+        sliding="every layer",
+        refine=refine_ministral3,
+        find_unsupported=_find_ministral3_problems,
     ),
     "qwen2": Family(
         "Qwen2ForCausalLM",
@@ -777,11 +835,69 @@ FAMILIES["gemma3_text"] = replace(
     rope_by_type="rope_local_base_freq",
     refine=refine_gemma3,
 )
-# A model that reads images too: its decoder alone is converted.
-FAMILIES["gemma3"] = replace(
-    FAMILIES["gemma3_text"],
-    architecture="Gemma3ForConditionalGeneration",
-    left_out=re.compile(r"^(\w+\.)*(vision_tower|multi_modal_projector)\."),
-    # That class of transformers does not bound its logits.
-    outside=lambda values: _read_gemma_outside(values) | {"final_cap": None},
+# Models that read images too: their decoder alone is converted.
+TOWER = re.compile(r"^(\w+\.)*(vision_tower|multi_modal_projector)\.")
+FAMILIES["gemma3"] = Family(
+    "Gemma3ForConditionalGeneration",
+    decoders={
+        # That class of transformers does not bound its logits.
+        "gemma3_text": replace(
+            FAMILIES["gemma3_text"],
+            left_out=TOWER,
+            outside=lambda values: _read_gemma_outside(values) | {"final_cap": None},
+        )
+    },
 )
+FAMILIES["mistral3"] = Family(
+    "Mistral3ForConditionalGeneration",
+    decoders={name: replace(FAMILIES[name], left_out=TOWER) for name in ("mistral", "ministral3")},
+)
+QWEN3_VL = {"max_position_embeddings": 128000, "rope_theta": 500_000.0}
+FAMILIES["qwen3_vl"] = Family(
+    "Qwen3VLForConditionalGeneration",
+    decoders={
+        "qwen3_vl_text": replace(
+            FAMILIES["qwen3"],
+            defaults={**FAMILIES["qwen3"].defaults, **QWEN3_VL},
+            left_out=re.compile(r"^(\w+\.)*visual\."),
+            sliding="never",
+            window_switch=False,
+            layer_types=None,
+        )
+    },
+)
+FAMILIES["qwen3_vl_moe"] = Family(
+    "Qwen3VLMoeForConditionalGeneration",
+    decoders={
+        "qwen3_vl_moe_text": replace(
+            FAMILIES["qwen3_moe"],
+            defaults={
+                **FAMILIES["qwen3_moe"].defaults,
+                **QWEN3_VL,
+                **{"intermediate_size": 5632, "num_attention_heads": 16, "num_key_value_heads": 16},
+                **{"moe_intermediate_size": 1408, "num_experts_per_tok": 4, "num_experts": 60},
+            },
+            tables=tuple(
+                (*OUTSIDE, *PRE_NORMS, *ATTENTION, *HEAD_NORMS, *MLP, *experts)
+                for experts in (JOINED_EXPERTS, TRANSPOSED_EXPERTS)
+            ),
+            left_out=re.compile(r"^(\w+\.)*visual\."),
+            sliding="never",
+            window_switch=False,
+            # That class of transformers does not read `norm_topk_prob`.
+            refine=lambda kind, values, i: refine_qwen3_moe(kind, {**values, "norm_topk_prob": True}, i),
+        )
+    },
+)
+
+
+def find_family(config: Mapping[str, Any]) -> Family | None:
+    """Finds how the decoder of a config.json is read, by its own fields; None for a family that is not known."""
+    kind, text = config.get("model_type"), config.get("text_config")
+    family = FAMILIES.get(kind) if isinstance(kind, str) else None
+    if family is None or not family.decoders:
+        return family
+    kind = text.get("model_type") if isinstance(text, Mapping) else None
+    if kind is None:
+        return next(iter(family.decoders.values()))
+    return family.decoders.get(kind) if isinstance(kind, str) else None

@@ -15,15 +15,19 @@ from checkpoints_convert.families import (
     COUNT,
     COUNT_OR_NULL,
     COUNT_OR_ZERO,
+    FACTOR,
     FAMILIES,
     FULL,
     INDICES,
     NUMBER,
     NUMBER_OR_NULL,
+    ORIGINAL,
+    ROPE,
     SLIDING,
     SWITCH,
     SWITCHES,
     Family,
+    find_family,
 )
 from kvjax.core.attention import Rule
 from kvjax.core.rope import SCALING_KINDS, Rope, RopeScaling, longrope_scaling, yarn_scaling
@@ -34,8 +38,10 @@ from kvjax.utils.parameter_types import MAX_SIZE
 
 Raw = Mapping[str, Any]
 
-ORIGINAL, ROPE, HEAD_DIM = "original_max_position_embeddings", "RoPE parameters", "width of a rotated head"
+HEAD_DIM = "width of a rotated head"
 HARMLESS = ("rope_theta", "partial_rotary_factor", "rope_type", "type", ORIGINAL, "truncate")
+# Which channels turn with which of an image token's three positions, which are equal for tokens of text.
+HARMLESS += ("mrope_section", "mrope_interleaved")
 """RoPE parameters that need no type of scaling."""
 
 REFUSED = {
@@ -85,7 +91,6 @@ def _is_positive(x: Any) -> bool:
     return is_number(x) and 0 < x <= sys.float_info.max
 
 
-FACTOR = "be null, 0 or a positive number"
 IDS, NAMES, NUMBERS = "name tokens by their ids", "be a list of names", "be a list of positive numbers"
 ONE_SET = "be one set for all layers, and not differ by layer type"
 KINDS: dict[str, Callable[[Any], bool]] = {
@@ -119,7 +124,8 @@ def translate(
     """
     if problems := list(_find_problems(raw, generation or {}, num_tensors)):
         raise KvjaxError("\n".join(f"config.json: {problem}" for problem in problems))
-    family = FAMILIES[raw["model_type"]]
+    family = find_family(raw)
+    assert family is not None
     values = _complete(raw, family)
     types = _read_types(values, family)
     layers = [_read_layer(values, family, types, i) for i in range(values["num_hidden_layers"])]
@@ -179,10 +185,16 @@ def _find_problems(raw: Raw, generation: Raw, num_tensors: int | None) -> Iterat
         if family is None and isinstance(model_type, str) and (relative := RELATIVES.get(model_type)):
             yield f"{model_type} has parts that {relative} lacks, so it cannot be converted as {relative}"
         return
-    text = raw.get("text_config")
-    if model_type == "gemma3" and not isinstance(text, Mapping):
-        yield f"text_config must be the config of the decoder, got {text!r:.80}; copy config.json again"
-        return
+    if decoders := family.decoders:
+        text = raw.get("text_config")
+        if not isinstance(text, Mapping):
+            yield f"text_config must be the config of the decoder, got {text!r:.80}; copy config.json again"
+            return
+        family = find_family(raw)
+        if family is None:
+            supported = ", ".join(decoders)
+            yield f"text_config's model_type {text['model_type']!r:.80} is not supported; supported: {supported}"
+            return
     for alias, key in family.aliases.items():
         # The raw values are compared, since what they must be is checked only later.
         if raw.get(alias) is not None and raw.get(key) is not None and raw[alias] != raw[key]:
@@ -228,6 +240,8 @@ def _list_values(values: Raw, family: Family, generation: Raw) -> Iterator[tuple
         if x is not None:
             yield key, IDS, x
     for rope in values[ROPE].values():
+        for key, must in family.rope_keys.items():
+            yield f"RoPE parameters: {key}", must, rope.get(key)
         yield "rope_theta", NUMBER, rope["rope_theta"]
         yield "partial_rotary_factor", NUMBER, rope["partial_rotary_factor"]
         kind = _scaling_type(values, rope)
@@ -314,8 +328,8 @@ def _read_ids(raw: Any, values: Raw) -> tuple[int, ...]:
 
 
 def _unwrap(raw: Raw) -> Raw:
-    """Returns the config of the decoder; `gemma3` has it inside that of a model that reads images too."""
-    if raw.get("model_type") != "gemma3":
+    """Returns the config of the decoder, which may be inside that of a model that reads images too."""
+    if not FAMILIES[raw["model_type"]].decoders:
         return raw
     outer = ("model_type", "architectures", "tie_word_embeddings", "eos_token_id", "bos_token_id")
     kept = {key: raw[key] for key in (*outer, *REFUSED) if raw.get(key) is not None}
@@ -348,12 +362,10 @@ def _complete(raw: Raw, family: Family) -> dict[str, Any]:
             rope["partial_rotary_factor"] = 1.0
         ropes[kind] = rope
     head_dim = values[family.head_dim]
-    # DeepSeek-V2, whose layers have one set, derives the scale of its dot products from this parameter too.
-    mscale_all_dim = next(iter(ropes.values())).get("mscale_all_dim")
     activation = values[family.activation]
     if isinstance(activation, str):
         values[family.activation] = family.activation_names.get(activation, activation)
-    return values | {ROPE: ropes, "mscale_all_dim": mscale_all_dim, HEAD_DIM: head_dim}
+    return values | {ROPE: ropes, HEAD_DIM: head_dim}
 
 
 def _check_rope_sets(raw: Raw, family: Family) -> Iterator[str]:

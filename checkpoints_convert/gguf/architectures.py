@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from checkpoints_convert.families import FULL, IN_GROUPS, SLIDING
+from checkpoints_convert.families import FULL, IN_GROUPS, SLIDING, TEMPERATURE
 from checkpoints_convert.hf_config import is_integer, is_number
 from kvjax.core.rope import longrope_length_factor, yarn_length_factor
 
@@ -60,6 +60,9 @@ class Architecture:
 EXPERTS = ("expert_count", "expert_used_count")
 WINDOW, PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 LOCAL_THETA = "rope.freq_base_swa"
+LOG_MULTIPLIER, GROWTH = "rope.scaling.yarn_log_multiplier", "attention.temperature_scale"
+OF_IMAGES = ("rope.dimension_sections", "n_deepstack_layers")
+"""Keys of Qwen3-VL that change nothing for a text, whose tokens have one position, and no vectors of an image."""
 
 
 def read_llama(file: File) -> tuple[Entries, Problems]:
@@ -68,6 +71,19 @@ def read_llama(file: File) -> tuple[Entries, Problems]:
         entries, problems = _read_experts(file, "num_local_experts")
         return {"model_type": "mixtral", **entries}, problems
     return {"model_type": "mistral"} if file.raw["sliding_window"] else {}, []
+
+
+def read_mistral3(file: File) -> tuple[Entries, Problems]:
+    """Ministral 3, whose queries grow with their position, and Mistral Small 3.1, whose do not."""
+    scaling, growth = file.raw["rope_scaling"], file.own.get(GROWTH)
+    if scaling is None or scaling["rope_type"] != "yarn":
+        problem = f"mistral3.{GROWTH} is {growth} in a file whose RoPE is not scaled by 'yarn'; make it again"
+        return {"rope_scaling": scaling or {"rope_type": "default"}}, [problem] if growth else []
+    if stored := file.own.get(LOG_MULTIPLIER):
+        scaling = scaling | {"mscale": 1.0, "mscale_all_dim": shortest_decimal(stored)}
+    if growth:
+        scaling = scaling | {TEMPERATURE: shortest_decimal(growth)}
+    return {"rope_scaling": scaling}, []
 
 
 def read_qwen3_moe(file: File) -> tuple[Entries, Problems]:
@@ -176,7 +192,7 @@ def read_deepseek2(file: File) -> tuple[Entries, Problems]:
         "num_key_value_heads": None,
         "head_dim": None,
     }
-    scaling, stored = file.raw["rope_scaling"], own.get("rope.scaling.yarn_log_multiplier")
+    scaling, stored = file.raw["rope_scaling"], own.get(LOG_MULTIPLIER)
     if stored and scaling is not None and scaling["rope_type"] == "yarn":
         # llama.cpp's converter writes a tenth of mscale_all_dim, and no mscale, which is equal to it in all models.
         mscale = round(shortest_decimal(stored) * 10, 6)
@@ -277,8 +293,10 @@ def shortest_decimal(x: Any) -> float:
 
 ARCHITECTURES = {
     "llama": Architecture("llama", EXPERTS, read_llama, swaps_halves=True),
+    "mistral3": Architecture("ministral3", (LOG_MULTIPLIER, GROWTH), read_mistral3, swaps_halves=True),
     "qwen2": Architecture("qwen2"),
     "qwen3": Architecture("qwen3"),
+    "qwen3vl": Architecture("qwen3", OF_IMAGES),
     "phi3": Architecture("phi3"),
     "granite": Architecture(
         "granite",
@@ -291,6 +309,9 @@ ARCHITECTURES = {
     "smollm3": Architecture("smollm3", (), lambda file: ({"no_rope_layer_interval": 4}, []), swaps_halves=True),
     "qwen3moe": Architecture(
         "qwen3_moe", (*EXPERTS, "expert_feed_forward_length", "expert_weights_norm"), read_qwen3_moe
+    ),
+    "qwen3vlmoe": Architecture(
+        "qwen3_moe", (*EXPERTS, "expert_feed_forward_length", "expert_weights_norm", *OF_IMAGES), read_qwen3_moe
     ),
     "gemma": Architecture("gemma", (), lambda file: ({"hidden_act": "gelu_pytorch_tanh"}, []), adds_one=True),
     "gemma2": Architecture(
@@ -309,7 +330,7 @@ ARCHITECTURES = {
             *(*EXPERTS, "expert_shared_count", "expert_feed_forward_length", "expert_gating_func"),
             *("expert_group_count", "expert_group_used_count", "expert_weights_scale", "expert_weights_norm"),
             *("attention.kv_lora_rank", "attention.q_lora_rank", "leading_dense_block_count"),
-            *("attention.key_length_mla", "attention.value_length_mla", "rope.scaling.yarn_log_multiplier"),
+            *("attention.key_length_mla", "attention.value_length_mla", LOG_MULTIPLIER),
         ),
         read_deepseek2,
     ),

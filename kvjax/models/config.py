@@ -18,7 +18,7 @@ from kvjax.core.attention import Rule
 from kvjax.core.rope import Rope, RopeScaling
 from kvjax.core.types import hash_once
 from kvjax.errors import KvjaxError
-from kvjax.models.kinds import AttentionKind, LayerKind, MlpKind
+from kvjax.models.kinds import AttentionKind, LayerKind, MlpKind, QueryTemperature
 from kvjax.utils import arguments
 from kvjax.utils.files import parse_json_object
 from kvjax.utils.parameter_types import NonNegativeInt, PositiveFloat, Size, check_fields, check_value
@@ -141,6 +141,12 @@ class Config:
         """The different rotary embeddings of the layers, each once."""
         ropes = (self.kinds[i].attention.rope for i in self.pattern)
         return tuple(dict.fromkeys(rope for rope in ropes if rope is not None))
+
+    @functools.cached_property
+    def query_temperatures(self) -> tuple[QueryTemperature, ...]:
+        """The different temperatures of the layers' queries, each once."""
+        temperatures = (self.kinds[i].attention.query_temperature for i in self.pattern)
+        return tuple(dict.fromkeys(x for x in temperatures if x is not None))
 
     def describe_heads(self) -> str:
         """Returns the different heads in words, "32 heads on 8 of 128", in the order of the layers."""
@@ -311,8 +317,9 @@ class Config:
             raw = dataclasses.asdict(self)
             for attention in (kind["attention"] for kind in raw["kinds"]):
                 # So that configs of before these fields keep their text and digests.
-                if attention["reads_layer"] is None:
-                    del attention["reads_layer"]
+                for field in ("reads_layer", "query_temperature"):
+                    if attention[field] is None:
+                        del attention[field]
                 scaling = (attention["rope"] or {}).get("scaling")
                 if scaling and not scaling["is_fixed"]:
                     del scaling["is_fixed"]

@@ -21,8 +21,9 @@ from kvjax.models.config import Config
 from kvjax.models.kinds import LayerKind, MlpKind
 from kvjax.models.layers import Linear, RMSNorm
 
-Angles = tuple[tuple[Array, Array], ...]
-"""cos and sin, each f32[B T pairs], for each of the `ropes` of a config."""
+Angles = tuple[tuple[Array, ...], ...]
+"""cos and sin, each f32[B T pairs], for each of the `ropes` of a config; then a factor f32[B T] of queries for each of
+its `query_temperatures`."""
 Attend = Callable[[int, Array, Any, Any, Array], tuple[Array, Any]]
 """(layer, q [B K G T H], k [B K T H], both after RoPE, v [B K T H], the attention's input x [B T D]) -> (attention
 output [B K G T H], the layer's new state). Values and outputs have the width of values, which may be another one. k and
@@ -46,7 +47,7 @@ class Attention(nn.Module):
         project = self._project if a.latent is None else self._project_latent
         q, k, v, value_up = project(x, take_tokens(x, query_indices))
         dtype, factors = q.dtype, _query_factors(self.kind)
-        if factors is not None:
+        if factors is not None or a.query_temperature is not None:
             q = q.astype(jnp.float32)  # until it is multiplied, so that it is rounded once
         if a.rope is not None:
             cos, sin = angles[c.ropes.index(a.rope)]
@@ -54,7 +55,11 @@ class Attention(nn.Module):
             q = rotate(q, q_cos[:, None, None], q_sin[:, None, None])
             k = None if k is None else rotate(k, cos[:, None], sin[:, None])
         if factors is not None:
-            q = (q * jnp.expand_dims(factors, range(q.ndim - 1))).astype(dtype)
+            q = q * jnp.expand_dims(factors, range(q.ndim - 1))
+        if a.query_temperature is not None:
+            (temperature,) = angles[len(c.ropes) + c.query_temperatures.index(a.query_temperature)]
+            q = q * take_tokens(temperature, query_indices)[:, None, None, :, None]
+        q = q.astype(dtype)
         if a.sinks:
             # Read by the engine: they are part of the softmax, which is not the decoder's.
             init: Any = nn.with_logical_partitioning(nn.initializers.zeros, ("K", "G"))
@@ -341,11 +346,14 @@ class Decoder(nn.Module):
         return self.final_norm(x), tuple(states)
 
     def embed(self, tokens: Array, pos: Array) -> tuple[Array, Angles]:
-        """Returns the first layer's input: (x [B T D], the angles of each rotary embedding of the config)."""
+        """Returns the first layer's input, x [B T D], and what its layers need of the positions."""
         x, scale = self.embedding[tokens], self.config.embed_scale
         if scale != 1.0:
             x = x * jnp.asarray(scale, x.dtype)
-        return x, tuple(rope.angles(pos) for rope in self.config.ropes)
+        angles = tuple(rope.angles(pos) for rope in self.config.ropes)
+        steps = [(jnp.maximum(pos, 0) // t.positions).astype(jnp.float32) for t in self.config.query_temperatures]
+        factors = [1 + t.beta * jnp.log1p(x) for t, x in zip(self.config.query_temperatures, steps, strict=True)]
+        return x, (*angles, *((factor,) for factor in factors))
 
     def finish(self, x: Array) -> Array:
         """Turns the last layer's output [... D] into logits f32[... V]."""

@@ -44,6 +44,24 @@ class Latent:
 
 
 @dataclasses.dataclass(frozen=True)
+class QueryTemperature:
+    """A factor of queries that grows with their position, 1 + beta * ln(1 + floor(position / positions)).
+
+    It sharpens the attention of late tokens, whose softmax has more terms: Llama 4's temperature tuning, in all layers
+    of Ministral 3.
+
+    Attributes:
+      beta: its growth.
+      positions: of each step; the factor is one before the first.
+    """
+
+    beta: PositiveFloat
+    positions: Size
+
+    __post_init__ = check_fields
+
+
+@dataclasses.dataclass(frozen=True)
 class AttentionKind:
     """The attention of a layer. Axis letters are those of `kvjax.core.types`.
 
@@ -61,6 +79,7 @@ class AttentionKind:
       latent: multi-head latent attention, or None.
       reads_layer: index of an earlier layer of the model whose keys and values the layer attends to, as it has none of
         its own: shared key/value caches, as in YOCO, cross-layer attention and Gemma 3n. None for a layer that has.
+      query_temperature: factor of queries by position, or None.
     """
 
     heads: Size
@@ -76,6 +95,7 @@ class AttentionKind:
     sinks: bool = False
     latent: Latent | None = None
     reads_layer: NonNegativeInt | None = None
+    query_temperature: QueryTemperature | None = None
 
     def __post_init__(self):
         if self.value_dim is None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints_convert import hf_config
-from checkpoints_convert.families import FAMILIES
+from checkpoints_convert.families import find_family
 from checkpoints_convert.hf_config import is_integer, is_number
 from checkpoints_convert.source import Directory
 from kvjax.core.attention import Rule
@@ -383,7 +383,7 @@ def read_config_json(raw: Mapping[str, Any], name: str, source: str, num_stored:
 
 
 def _is_convertible(raw: Mapping[str, Any]) -> bool:
-    return str(raw.get("model_type")) in FAMILIES and raw.get("use_mla") is not False
+    return find_family(raw) is not None and raw.get("use_mla") is not False
 
 
 def _leave_shapes(raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,9 +9,11 @@ import pytest
 
 from checkpoints_convert.families import FAMILIES
 from checkpoints_convert.hf_config import translate
+from kvjax.core.rope import Rope
 from kvjax.errors import KvjaxError
-from kvjax.models import RopeScaling
+from kvjax.models import Config, RopeScaling
 from kvjax.models.checkpoint import parameter_shapes
+from kvjax.models.kinds import Experts, QueryTemperature
 
 LLAMA3 = {
     "factor": 8.0,
@@ -279,6 +281,7 @@ def test_the_tokenizers_own_end_ends_too(own, expected):
     assert translate({"model_type": "llama"}, {"eos_token_id": [7, 5]}, own).eos_ids == expected
 
 
+TEMPERATURE, MINISTRAL = "llama_4_scaling_beta", {"model_type": "ministral3"}
 LATENT = {"model_type": "deepseek_v2", "num_experts_per_tok": 6}
 
 
@@ -291,6 +294,17 @@ LATENT = {"model_type": "deepseek_v2", "num_experts_per_tok": 6}
         ({"model_type": "gemma2", "sliding_window": None}, "sliding_window is unset, and layers of this family have"),
         ({"model_type": "gemma2", "hidden_activation": "gelu"}, "hidden_activation 'gelu' is not supported"),
         ({"model_type": "gemma2", "attn_logit_softcapping": 0}, "attn_logit_softcapping must be null or a positive"),
+        ({"model_type": "qwen3_vl"}, "text_config must be the config of the decoder, got None"),
+        (
+            {"model_type": "mistral3", "text_config": {"model_type": "mistral4"}},
+            "'mistral4' is not supported; supported: m",
+        ),
+        ({"model_type": "mistral3", "text_config": {"model_type": 3}}, "text_config's model_type 3 is not supported"),
+        (
+            MINISTRAL | {"rope_parameters": {TEMPERATURE: "1"}},
+            "llama_4_scaling_beta must be null, 0 or a positive number",
+        ),
+        (MINISTRAL | {"rope_parameters": {TEMPERATURE: 1.0}}, "beta needs original_max_position_embeddings beside it"),
         ({"model_type": "gemma3"}, "text_config must be the config of the decoder, got None"),
         ({"model_type": "gemma3_text", "rope_parameters": {"rope_theta": 1e4}}, "one set for each of full_attention"),
         ({"model_type": "smollm3", "no_rope_layers": [1, 0]}, "no_rope_layers names 2 of 36 layers"),
@@ -372,6 +386,79 @@ PUBLISHED = {
         "hidden_activation": None,
         "rope_theta": 10000.0,
     },
+    "Mistral Small 3.1 24B": {
+        "model_type": "mistral3",
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "text_config": {
+            "model_type": "mistral",
+            "vocab_size": 131072,
+            "hidden_size": 5120,
+            "intermediate_size": 32768,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rope_theta": 1000000000.0,
+            "sliding_window": None,
+        },
+        "vision_config": {"model_type": "pixtral"},
+    },
+    "Ministral 3 8B": {
+        "model_type": "mistral3",
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "text_config": {
+            "model_type": "ministral3",
+            "rope_parameters": {
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "factor": 16.0,
+                "llama_4_scaling_beta": 0.1,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 16384,
+                "rope_theta": 1000000.0,
+                "rope_type": "yarn",
+                "type": "yarn",
+            },
+            "tie_word_embeddings": False,
+        },
+        "vision_config": {"model_type": "pixtral"},
+    },
+    "Qwen3-VL 8B": {
+        "model_type": "qwen3_vl",
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "text_config": {
+            "model_type": "qwen3_vl_text",
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 262144,
+            "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+            "rope_theta": 5000000,
+        },
+        "tie_word_embeddings": False,
+    },
+    "Qwen3-VL 30B-A3B": {
+        "model_type": "qwen3_vl_moe",
+        "architectures": ["Qwen3VLMoeForConditionalGeneration"],
+        "text_config": {
+            "model_type": "qwen3_vl_moe_text",
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "moe_intermediate_size": 768,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20]},
+            "rope_theta": 5000000,
+        },
+        "tie_word_embeddings": False,
+    },
 }
 """What distinguishes them in their makers' config.json."""
 
@@ -382,6 +469,10 @@ PUBLISHED = {
         ("OLMo 3 7B", 7_298_011_136, 2 * 32 * 2 * 32 * 128),
         ("Seed-OSS 36B", 36_151_104_512, 2 * 64 * 2 * 8 * 128),
         ("Gemma 2B", 2_506_172_416, 2 * 18 * 2 * 256),
+        ("Mistral Small 3.1 24B", 23_572_403_200, 2 * 40 * 2 * 8 * 128),
+        ("Ministral 3 8B", 8_489_553_920, 2 * 34 * 2 * 8 * 128),
+        ("Qwen3-VL 8B", 8_190_735_360, 2 * 36 * 2 * 8 * 128),  # as many as Qwen3 8B
+        ("Qwen3-VL 30B-A3B", 30_532_122_624, 2 * 48 * 2 * 4 * 128),  # as many as Qwen3 30B-A3B
     ],
 )
 def test_published_configs_make_models_of_the_published_sizes(name, parameters, bytes_per_token):
@@ -400,6 +491,27 @@ def test_only_layers_without_a_window_scale_rope_in_olmo_3():
     assert config.pattern == (0, 0, 0, 1, 0) and [rope.theta for rope in config.ropes] == [7.0, 5.0]
     with pytest.raises(KvjaxError, match="rope_parameters must have one set for each of full_attention, sliding"):
         translate(raw | {"rope_parameters": YARN_OF_OLMO_3})
+
+
+def test_queries_of_ministral_3_grow_with_their_position():
+    ministral = translate(PUBLISHED["Ministral 3 8B"])
+    assert ministral.query_temperatures == (QueryTemperature(0.1, 16384),)
+    assert ministral.ropes[0].scaling.attention_factor == 1.0
+    assert translate(PUBLISHED["Mistral Small 3.1 24B"]).query_temperatures == ()
+    assert Config.from_json(ministral.to_json()) == ministral and ministral.llama_arguments() is None
+
+
+def test_positions_of_images_change_nothing_in_a_config():
+    assert translate(PUBLISHED["Qwen3-VL 8B"]).ropes == (Rope(128, 5e6),)
+    assert translate(PUBLISHED["Qwen3-VL 30B-A3B"]).kind(0).mlp.experts == Experts(128, 8)
+
+
+@pytest.mark.parametrize("outer", [None, True, False])
+@pytest.mark.parametrize("inner", [None, True, False])
+def test_a_model_that_reads_images_ties_its_embeddings_where_either_config_says_so_first_the_outer(outer, inner):
+    text = PUBLISHED["Ministral 3 8B"]["text_config"] | {"tie_word_embeddings": inner}
+    config = translate(PUBLISHED["Ministral 3 8B"] | {"text_config": text, "tie_word_embeddings": outer})
+    assert config.tie_embeddings == bool(inner if outer is None else outer)
 
 
 def test_gelu_means_its_tanh_form_in_gemma_1_alone():
@@ -423,6 +535,16 @@ def test_switches_and_derived_sizes():
     assert (phi3.rope.dim, phi3.head_dim) == (72, 96)
 
 
+NEEDED = {
+    "deepseek_v2": {"num_experts_per_tok": 6},
+    "gemma3": {"text_config": {}},
+    # transformers ties the two where a checkpoint has no head, and kvjax where a config says so.
+    "mistral3": {"text_config": {"model_type": "ministral3"}, "tie_word_embeddings": False},
+    "qwen3_vl": {"text_config": {}},
+    "qwen3_vl_moe": {"text_config": {}, "tie_word_embeddings": True},
+}
+"""Keys that have no default."""
+
 if importlib.util.find_spec("transformers"):
 
     @pytest.mark.parametrize("kind", FAMILIES)
@@ -430,7 +552,5 @@ if importlib.util.find_spec("transformers"):
     def test_defaults_are_those_of_transformers(kind):
         from transformers import AutoConfig
 
-        peer_config = AutoConfig.for_model(kind).to_dict()
-        needed = {"gemma3": {"text_config": {}}, "deepseek_v2": {"num_experts_per_tok": 6}}.get(kind, {})
-        peer_config |= {key: x for key, x in needed.items() if not isinstance(x, dict)}
-        assert translate({"model_type": kind} | needed) == translate(peer_config)
+        needed = NEEDED.get(kind, {})
+        assert translate({"model_type": kind} | needed) == translate(AutoConfig.for_model(kind, **needed).to_dict())

@@ -86,6 +86,9 @@ def _attention(config: Config, kind: LayerKind, params: Any, x: np.ndarray, exac
         exact.append(None)
     k, v = exact[-1 if a.reads_layer is None else a.reads_layer]
     scale = a.head_dim**-0.5 if a.scale is None else a.scale
+    if a.query_temperature is not None:
+        steps = np.floor(np.arange(len(x)) / a.query_temperature.positions)
+        q = q * (1 + a.query_temperature.beta * np.log(1 + steps))[:, None, None, None]
     out = np.empty((len(x), a.kv_heads, a.groups, a.value_dim))
     for n in range(a.kv_heads):
         for g in range(a.groups):

@@ -22,7 +22,7 @@ from kvjax.engine.forward import exact_logits, layer_calls
 from kvjax.errors import KvjaxError
 from kvjax.models import Config, checkpoint, decoder
 from kvjax.models.decoder import MixtureOfExperts, output_projection_of
-from kvjax.models.kinds import AttentionKind, Experts, Latent, LayerKind, MlpKind
+from kvjax.models.kinds import AttentionKind, Experts, Latent, LayerKind, MlpKind, QueryTemperature
 from kvjax.models.sharding import param_shardings
 from tests.models import decoder_oracle
 
@@ -63,7 +63,11 @@ def deepseek(query_rank: int | None = 10) -> Config:
 
 
 def narrow_values() -> Config:
-    kinds = tuple(LayerKind(attention(rope, value_dim=6), MlpKind(40)) for rope in (Rope(4), None))
+    layers = ((Rope(4), None), (None, QueryTemperature(0.7, 5)))
+    kinds = tuple(
+        LayerKind(attention(rope, value_dim=6, query_temperature=temperature), MlpKind(40))
+        for rope, temperature in layers
+    )
     return Config(V, D, kinds, (0, 1, 0))
 
 
@@ -218,7 +222,7 @@ def test_the_output_projection_of_latent_attention_contains_the_values_up_projec
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", "deepseek"])
+@pytest.mark.parametrize("name", ["gpt_oss", "deepseek", "narrow values"])
 def test_a_checkpoint_of_kinds_is_read_back(name, tmp_path):
     model = loud_model(name)
     checkpoint.save(tmp_path / "model", model.config, model.params)

@@ -118,6 +118,8 @@ def change(config: kvjax.models.Config, what: str, value) -> kvjax.models.Config
         ("gemma2", "attention.rule.window", None),
         ("gemma3", "attention.scale", None),
         ("gemma3_vision", "attention.rope.theta", 10_000.0),
+        ("ministral3", "attention.query_temperature", None),
+        ("mistral3", "attention.query_temperature.beta", 1.0),
         ("olmo3", "attention.rope.scaling", None),
         ("olmo3", "attention.rule.window", None),
         ("smollm3", "attention.rule.window", None),

@@ -24,6 +24,7 @@ ARCHITECTURES = {
     "gpt_oss": "gpt-oss",
     "granite": "granite",
     "llama": "llama",
+    "ministral3": "mistral3",
     "mixtral": "llama",
     "olmo2": "olmo2",
     "olmo3": "olmo2",
@@ -91,7 +92,7 @@ def own_tensors(config: dict[str, Any], tensors: dict[str, np.ndarray]) -> dict[
             found[f"{own}.{'post_attention_norm' if is_after else 'ffn_norm'}.weight"] = x
         else:
             heads = {"self_attn.q_proj": "num_attention_heads", "self_attn.k_proj": "num_key_value_heads"}.get(module)
-            if heads and kind in ("llama", "mixtral", "granite", "smollm3"):
+            if heads and kind in ("llama", "ministral3", "mixtral", "granite", "smollm3"):
                 x = interleave_halves(x, config[heads])
             found[f"{own}.{INSIDE[module]}.{suffix}"] = x
     return found | {name: np.stack([x[i] for i in range(len(x))]) for name, x in experts.items()}
@@ -172,6 +173,9 @@ def own_metadata(config: dict[str, Any]) -> dict[str, Any]:
         "qk_head_dim": "attention.key_length_mla",
     }
     keys |= {own: config[theirs] for theirs, own in counts.items() if config.get(theirs) is not None}
+    if kind == "ministral3":
+        keys["rope.scaling.yarn_log_multiplier"] = rope["mscale_all_dim"]
+        keys["attention.temperature_scale"] = rope["llama_4_scaling_beta"]
     if kind == "gpt_oss":
         keys["expert_feed_forward_length"] = config["intermediate_size"]
     if kind == "deepseek_v2":
@@ -184,14 +188,19 @@ def own_metadata(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_family(
-    directory: Path, file: Path, kind: str = "F32", change: Callable[[Tensors], Tensors] = lambda x: x, **changes: Any
+    directory: Path,
+    file: Path,
+    kind: str = "F32",
+    change: Callable[[Tensors], Tensors] = lambda x: x,
+    architecture: str | None = None,
+    **changes: Any,
 ) -> Path:
-    """Writes a directory as a GGUF file, with matrices of another type.
+    """Writes a directory as a GGUF file, with matrices of another type, and of another architecture.
 
     Changes of its keys are by `key__of__it`; `change` makes other tensors of those that llama.cpp's converter writes.
     """
     config = read_config(directory)
-    writer = GGUFWriter(file, ARCHITECTURES[config["model_type"]])
+    writer = GGUFWriter(file, architecture or ARCHITECTURES[config["model_type"]])
     keys = own_metadata(config) | {key.replace("__", "."): x for key, x in changes.items()}
     for key, x in keys.items():
         if x is not None:

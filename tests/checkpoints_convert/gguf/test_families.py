@@ -24,6 +24,7 @@ from kvjax.errors import KvjaxError
 from tests.checkpoints_convert.conftest import Editable
 from tests.checkpoints_convert.gguf.family_files import ARCHITECTURES as WRITTEN
 from tests.checkpoints_convert.gguf.family_files import split_experts, write_family
+from tests.fixtures import ROOT
 
 # What a fixture's config.json says and the format cannot, with what llama.cpp's code has in its place.
 CHANGES = {
@@ -35,6 +36,7 @@ CHANGES = {
     "gpt_oss": {"swiglu_alpha": None, "swiglu_limit": None},
     "granite": {},
     "llama_yarn": {},
+    "ministral3": {},
     "mixtral": {},
     "olmo2": {},
     "olmo3": {},
@@ -75,7 +77,7 @@ def assert_same(ours, theirs) -> None:
 
 
 def test_every_architecture_is_written_here_or_in_the_tests_of_the_llama_family():
-    assert set(WRITTEN.values()) | {"qwen3"} == set(ARCHITECTURES)
+    assert set(WRITTEN.values()) | {"qwen3", "qwen3vl", "qwen3vlmoe"} == set(ARCHITECTURES)
 
 
 @pytest.mark.parametrize("directory", CHANGES, indirect=True)
@@ -84,6 +86,24 @@ def test_a_file_is_the_directory_that_it_was_made_from(directory, tmp_path):
     expected_config, expected = read(directory)
     assert config == dataclasses.replace(expected_config, eos_ids=config.eos_ids)
     assert_same(parameters, expected)
+
+
+SECTIONS = [2, 1, 1, 0]
+
+
+def test_a_file_of_qwen3_vl_is_that_of_qwen3(hf, tmp_path):
+    moe = hf("loud/qwen3_moe").config(**CHANGES["qwen3_moe"])
+    layers = {t: x for t, x in load_file(moe / "model.safetensors").items() if not t.startswith("model.layers.1")}
+    save_file({t: x for t, x in layers.items() if not t.startswith("model.layers.2")}, moe / "model.safetensors")
+    for directory, name in ((ROOT / "qwen3", "qwen3"), (moe, "qwen3moe")):
+        files = []
+        for own, keys in ((name, {}), (name.replace("qwen3", "qwen3vl"), {"rope__dimension_sections": SECTIONS})):
+            file = tmp_path / f"{own}.gguf"
+            keys |= {} if not keys else {"n_deepstack_layers": 2}
+            files.append(read(write_family(directory, file, architecture=own, **keys)))
+        (config, parameters), (of_images, its_parameters) = files
+        assert config == of_images
+        assert_same(its_parameters, parameters)
 
 
 WIDE = {"hidden_size": 32, "intermediate_size": 32}
@@ -236,6 +256,12 @@ def test_yarn_and_longrope_have_the_parameters_of_the_file(hf, tmp_path):
     ("name", "changes", "says"),
     [
         ("olmo3", {"rope__freq_base_swa": 5.0}, "rope.freq_base_swa is 5.0: another RoPE in layers with a window"),
+        (
+            "ministral3",
+            {"rope__scaling__type": "none"},
+            "temperature_scale is 1.5 in a file whose RoPE is not",
+        ),
+        ("ministral3", {"attention__temperature_length": 8}, "mistral3.attention.temperature_length = 8"),
         ("granite", {"rope__scaling__finetuned": False}, "a model without RoPE, which is not supported"),
         ("granite", {"logit_scale": None}, "must have the number 'granite.logit_scale'"),
         ("granite", {"expert_count": 8}, "granite.expert_count = 8"),
