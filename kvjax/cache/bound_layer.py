@@ -129,7 +129,7 @@ class MethodLayer:
             prompt_pattern=m.attend,
             draft_tokens=m.read.draft_tokens,
             cross_layer=m.read.cross_layer or (m.side_store is not None and m.side_store.paired_layer != 0),
-            unbounded_length=m.indexed_by is not None or m.read.unbounded_length,
+            unbounded_length=(m.indexed_by is not None and m.decode is not None) or m.read.unbounded_length,
         )
 
     @functools.cached_property

@@ -36,7 +36,7 @@ from jaxtyping import Bool, Float, Float32, Int32
 
 from kvjax.cache.eviction.granularity import Granularity, Token
 from kvjax.cache.protocol import LayerSpec, LayerState, Replay
-from kvjax.cache.storage import Codec, KVStorage
+from kvjax.cache.storage import CacheIndex, Codec, KVStorage
 from kvjax.core import memory
 from kvjax.core.attention import AttentionPattern
 from kvjax.core.attention_mass import Observation
@@ -241,11 +241,27 @@ class Policy:
 
     def cache_positions(self, held: Int32[Array, "B #K S"], pos: Int32[Array, "B #K T"]) -> Int32[Array, "B #K T"]:
         """Counts positions inside the cache: of tokens at `pos`, among the held tokens."""
-        order = jnp.sort(jnp.where(held < 0, jnp.iinfo(jnp.int32).max, held), -1)
-        B, K, _ = order.shape
-        queries = jnp.broadcast_to(pos, (B, K, pos.shape[2])).reshape(B * K, -1)
-        index = lax.map(lambda x: jnp.searchsorted(*x).astype(jnp.int32), (order.reshape(B * K, -1), queries))
-        return jnp.where(pos < 0, 0, index.reshape(B, K, pos.shape[2]))
+        return _count_before(jnp.sort(jnp.where(held < 0, jnp.iinfo(jnp.int32).max, held), -1), pos)
+
+
+class SlotOrder:
+    """Counts positions inside a cache without a policy, whose tokens lie in the order of the text."""
+
+    def cache_positions(self, held: Int32[Array, "B #K S"], pos: Int32[Array, "B #K T"]) -> Int32[Array, "B #K T"]:
+        """Counts positions inside the cache: of tokens at `pos`, among the held tokens."""
+        return _count_before(jnp.where(held < 0, jnp.iinfo(jnp.int32).max, held), pos)
+
+
+SLOT_ORDER = SlotOrder()
+"""The only one, so that storages with it are equal."""
+
+
+def _count_before(ascending: Array, pos: Array) -> Array:
+    """i32[B K T]: how many of ascending i32[B K S] are smaller than each of pos i32[B 1|K T]; 0 for pos < 0."""
+    B, K, _ = ascending.shape
+    queries = jnp.broadcast_to(pos, (B, K, pos.shape[2])).reshape(B * K, -1)
+    index = lax.map(lambda x: jnp.searchsorted(*x).astype(jnp.int32), (ascending.reshape(B * K, -1), queries))
+    return jnp.where(pos < 0, 0, index.reshape(B, K, pos.shape[2]))
 
 
 # Which prompt tokens stay: the component `select`, and the components that change its choice.
@@ -738,9 +754,11 @@ class Components:
     attend: AttentionPattern | None
 
     @property
-    def indexed_by(self) -> Policy | None:
-        """The policy that counts positions inside the cache, as in `KVStorage`; None for true positions."""
-        return self.decode if self.positions == "cache" else None
+    def indexed_by(self) -> CacheIndex | None:
+        """What counts positions inside the cache, as in `KVStorage`; None for true positions."""
+        if self.positions == "true":
+            return None
+        return SLOT_ORDER if self.decode is None else self.decode
 
     @property
     def prompt_chunk(self) -> int:

@@ -52,7 +52,7 @@ class Method(Components):
         are in the main slots.
       decode: evicts tokens while decoding (H2O, StreamingLLM). None: every decoded token stays.
       positions: "true", a token's position in the text, or "cache", its index among the tokens that are still cached
-        (StreamingLLM). Default "true".
+        (StreamingLLM, FINCH). Default "true".
       k: codec of the keys: their precision, and the memory that holds them. Default: as computed, on the device.
       v: codec of the values, likewise.
       read: chooses which slots a query attends to (Quest). Default: all.
@@ -206,9 +206,17 @@ def check_components(m: Components, budgets: tuple[int | None, ...] = ()) -> Non
                 "compose it with one, as in 'snapkv:budget=256 + kvcrush'"
             )
     if m.positions == "cache" and m.decode is None:
-        raise IncompatibleMethod(
-            "positions inside the cache need a policy (component `decode`), as `streaming_llm` has"
-        )
+        if m.select is None:
+            raise IncompatibleMethod(
+                "positions inside the cache are those of the text where no token leaves it; compose `positions` with a "
+                "method that evicts, as in 'snapkv:budget=256 + rerotated'"
+            )
+        for name, cannot in (("side_store", m.side_store is not None), ("read", not m.read.supports_eviction)):
+            if cannot:
+                raise IncompatibleMethod(
+                    f"component `{name}`, {type(getattr(m, name)).__name__}, reads keys at their positions in the "
+                    "text, and component `positions` counts them inside the cache; leave one of them out"
+                )
     together = "its tokens, or its heads, are held together"
     reasons = {"k": together, "v": together, "read": "its copy, summary or choice of tokens would keep what has left"}
     for name, reason in reasons.items():

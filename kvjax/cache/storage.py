@@ -170,7 +170,7 @@ class PagedArrays:
 
 
 class CacheIndex(Protocol):
-    """A policy that counts positions inside the cache."""
+    """Counts positions inside the cache: a policy, or the order of the slots."""
 
     def cache_positions(self, held: Int32[Array, "B #K S"], pos: Int32[Array, "B #K T"]) -> Int32[Array, "B #K T"]:
         """Counts positions inside the cache: of tokens at `pos`, among the held tokens."""
@@ -185,8 +185,8 @@ class KVStorage:
       spec: the layer, without its index.
       k: codec of the keys.
       v: codec of the values.
-      indexed_by: None where tokens stand at their true positions in the text; else the policy whose `cache_positions`
-        count a token's index among the tokens that are still cached (StreamingLLM).
+      indexed_by: None where tokens stand at their true positions in the text; else that whose `cache_positions` count
+        a token's index among the tokens that are still cached (StreamingLLM).
     """
 
     spec: LayerSpec

@@ -23,7 +23,8 @@ class Use(NamedTuple):
             for attribute in path.split("."):
                 cause = None if cause is None else getattr(cause, attribute)  # a method need not have each component
             if cause:
-                component = f"component `{name}`, {type(getattr(components, name)).__name__},"
+                value = getattr(components, name)
+                component = f"component `{name}`, {value if isinstance(value, str) else type(value).__name__},"
                 raise IncompatibleMethod(self.error.format(component=component, reason=reason))
 
 
@@ -40,7 +41,7 @@ AFTER_SHARED_PREFIX = Use(
     "{component} cannot work behind a prefix that sequences share: {reason}; read the documents whole, or under a "
     "method without it",
     (
-        ("decode", "indexed_by", "positions inside the cache would be those of the shared tokens too"),
+        ("positions", "indexed_by", "those inside the cache would be those of the shared tokens too"),
         ("read", "prompt_chunk", "the prompt's own attention would go through it"),
         ("attend", "attend", "it says what of the whole prompt its queries read"),
         ("select", "select.scorer.replay", "the whole prompt would be read a second time"),

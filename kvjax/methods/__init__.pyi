@@ -18,6 +18,7 @@ from .duo_attention import duo_attention as duo_attention
 from .elastic_cache import elastic_cache as elastic_cache
 from .ems import ems as ems
 from .expected_attention import expected_attention as expected_attention
+from .finch import finch as finch
 from .fp8 import fp8 as fp8
 from .full import full as full
 from .gear import gear as gear
@@ -61,6 +62,7 @@ from .random import random as random
 from .razor_attention import razor_attention as razor_attention
 from .recompress import recompress as recompress
 from .rekv import rekv as rekv
+from .rerotated import rerotated as rerotated
 from .retrieval_attention import retrieval_attention as retrieval_attention
 from .rkv import rkv as rkv
 from .rocketkv import rocketkv as rocketkv

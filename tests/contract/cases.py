@@ -423,6 +423,7 @@ CASES = (
         "expected_attention:budget=100,sinks=1",
         selection_bytes(5),
     ),
+    sized_case("finch", "finch:budget={},window=2,chunk=4", 6, 100, selection_bytes(6)),
     MethodCase("fp8", "fp8", "", int8_bytes),
     MethodCase("full", "full", "full", full_bytes),
     MethodCase(
@@ -563,6 +564,7 @@ CASES = (
         variant="over kvcrush",
     ),
     sized_case("rekv", "rekv:topk={},block=2,sinks=1,recent=2", 1, 99, rekv_bytes),
+    sized_case("rerotated", "snapkv:budget={},window=2,kernel=3 + rerotated", 6, 100, selection_bytes(6)),
     sized_case(
         "retrieval_attention", "retrieval_attention:topk={},sinks=1,recent=2", 2, 100, retrieval_attention_bytes
     ),

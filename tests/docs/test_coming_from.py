@@ -28,7 +28,9 @@ COMPARED = {
     "DuoAttentionPress": "duo",
     "ExpectedAttentionPress": "expected",
     "KVzipPress": "kvzip_model",
+    "FinchPress": "finch",
     "KeyDiffPress": "keydiff",
+    "KeyRerotationPress": "rerotated_snapkv",
     "KnormPress": "knorm",
     "LagKVPress": "lagkv",
     "LeverageScorePress": "leverage",
@@ -46,7 +48,7 @@ COMPARED = {
 
 OTHERS = """
 BasePress BlockPress CAMPress CapPress ChunkPress ComposedPress CompressionRatioDecodingPress
-DMSPress EntropyGatedChunkKVPress ExpectedAttentionStatsPress FastKVzipPress FinchPress KeyRerotationPress
+DMSPress EntropyGatedChunkKVPress ExpectedAttentionStatsPress FastKVzipPress
 KVComposePress KVgradPress KVPressTextGenerationPipeline KVzapPress LUKVPress
 PerLayerCompressionPress QFilterPress RandomPress RestoreKVPress ScorerPress
 SimLayerKVPress

@@ -173,7 +173,7 @@ def test_a_mesh_shares_one_prefix():
     [
         ("h2o:heavy=8,recent=8", "full", "component `decode`, H2O.*read the prefix under another method"),
         ("quest:device_layers=0", "full", "component `read`, Retrieve"),
-        ("full", "streaming_llm:recent=9", "component `decode`, SinksAndRecent, cannot work behind a prefix"),
+        ("full", "streaming_llm:recent=9", "component `positions`, cache, cannot work behind a prefix"),
         ("full", "a_shape", "component `attend`"),
         ("full", "infllm", "component `read`"),
         ("full", "cake:budget=8,window=2", "component `layer_budgets`"),

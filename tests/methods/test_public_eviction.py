@@ -69,6 +69,10 @@ METHODS = {
     "kvpress_noncausal": ("gqa", methods.noncausal_attention(FIELD, chunk=40)),
     "kvpress_compactor": ("gqa", methods.compactor(FIELD, chunk=4)),
     **{f"kvpress_think{kept}": ("gqa", methods.think(1 - kept / 100, recent=0)) for kept in (75, 50, 25)},
+    "kvpress_rerotated_snapkv": ("gqa", kvjax.compose(methods.snapkv(FIELD, **AVG), methods.rerotated())),
+    "kvpress_rerotated_keydiff": ("gqa", kvjax.compose(methods.keydiff(FIELD), methods.rerotated())),
+    "kvpress_finch": ("gqa", methods.finch(FIELD, window=8)),
+    "kvpress_finch_chunks": ("gqa", methods.finch(FIELD, window=8, chunk=40)),
     **DECODING,
 }
 """Public implementation -> (fixture, what it is here)."""

@@ -238,6 +238,6 @@ def test_h2o_needs_what_the_prompt_observed():
         bind_method(h2o(3, 2)).prefill(ONE, None, 6)
 
 
-def test_positions_in_the_cache_need_a_policy_to_count_them():
-    with pytest.raises(IncompatibleMethod, match="need a policy .component `decode`., as `streaming_llm` has"):
+def test_positions_in_the_cache_need_something_that_evicts():
+    with pytest.raises(IncompatibleMethod, match="where no token leaves it; compose `positions` with a method that ev"):
         bind_method(Method(positions="cache"))
