@@ -15,6 +15,7 @@ from .cur import cur as cur
 from .d2o import d2o as d2o
 from .double_sparsity import double_sparsity as double_sparsity
 from .duo_attention import duo_attention as duo_attention
+from .e8 import e8 as e8
 from .elastic_cache import elastic_cache as elastic_cache
 from .ems import ems as ems
 from .expected_attention import expected_attention as expected_attention

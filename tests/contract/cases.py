@@ -415,6 +415,7 @@ CASES = (
     ),
     # One of the battery's two heads keeps all 9 tokens, the other 3, which is 6 on average.
     sized_case("duo_attention", "duo_attention:sinks=1,recent={},page=4", 2, 100, paged_bytes(6, page=4)),
+    MethodCase("e8", "e8:k_bits=4,v_bits=4", "", block_bytes(16 + 2, 16 + 2)),
     sized_case("elastic_cache", "elastic_cache:budget={},sinks=1,distance=3", 6, 100, constant_bytes(7)),
     MethodCase("ems", "ems:budget=6,window=2,threshold=0", "ems:budget=100,window=2", selection_bytes(6)),
     MethodCase(

@@ -40,8 +40,8 @@ from tests.contract.cases import FIRST_CASES
 from tests.contract.table import methods_of_distinct_parts
 
 STEPPED = set(
-    "bfp fp8 gear ggml int4 int8 kivi kvarn kvquant mikv mxfp4 nvfp4 oscar rotatekv saq specache turboquant zipcache "
-    "zipvl".split()
+    "bfp e8 fp8 gear ggml int4 int8 kivi kvarn kvquant mikv mxfp4 nvfp4 oscar rotatekv saq specache turboquant "
+    "zipcache zipvl".split()
 )
 SMALL = {name: case.small for name, case in FIRST_CASES.items()} | {
     "codes that only select": "double_sparsity:heavy=3,factor=4,bits=4,device_layers=0",

@@ -1,0 +1,97 @@
+"""E8 against the package kakeyalattice, and against the nearest of all lattice points around a block."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.methods.e8 import E8Lattice, nearest_point
+from tests import fixtures
+from tests.contract import layer
+from tests.oracles.codec_attention import attend_decoded
+from tests.oracles.test_kvarn import sylvester
+
+PACKAGE = dict(np.load(Path(fixtures.__file__).with_name("e8.npz")))
+CORNERS = np.array(list(itertools.product((0, 1), repeat=8)))
+
+
+def nearest_by_trial(y: np.ndarray) -> tuple[np.ndarray, float]:
+    """The nearest of the points of E8 whose coordinates are next to those of y [8], and its squared distance."""
+    whole = np.concatenate([np.floor(y) + CORNERS, np.floor(y - 0.5) + CORNERS])
+    points = whole + np.repeat([0.0, 0.5], len(CORNERS))[:, None]
+    distances = np.where(whole.sum(1) % 2 == 0, np.square(y - points).sum(1), np.inf)
+    return points[distances.argmin()], distances.min()
+
+
+def test_points_are_those_of_the_package_and_the_nearest():
+    """Between points at one distance the package and this library may choose otherwise."""
+    blocks, points = PACKAGE["blocks"], PACKAGE["points"]
+    whole, half = jax.jit(nearest_point)(jnp.asarray(blocks))
+    found = np.asarray(whole) + np.asarray(half) * 0.5
+    assert (np.asarray(whole).sum(1) % 2 == 0).all()
+    distances = (np.square(blocks - x).sum(1) for x in (found, points))
+    np.testing.assert_allclose(*distances, atol=1e-5)
+    assert (found == points).all(1).mean() > 0.85 and (found[:200] == points[:200]).all()
+    for block, point in zip(blocks[:20], found[:20], strict=True):
+        np.testing.assert_array_equal(point, nearest_by_trial(block.astype(np.float64))[0])
+
+
+def round_trip(bits: int, x: np.ndarray) -> np.ndarray:
+    quantizer = E8Lattice(bits)
+    return np.asarray(jax.jit(lambda x: quantizer.decode(quantizer.encode(x)))(jnp.asarray(x, jnp.float32)))
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+def test_vectors_are_those_of_the_package(bits):
+    """But for scales, which are rounded once here, and for vectors of which it clips a point."""
+    vectors, rotation, restored = PACKAGE["vectors"], sylvester(32), PACKAGE[f"restored_{bits}"]
+    found = round_trip(bits, vectors @ rotation) @ rotation
+    size = np.abs(vectors @ rotation).max(1, keepdims=True)
+    points = np.round(restored @ rotation / size * (2 ** (bits - 1) - 1) * 2).reshape(24, 4, 8)  # in halves
+    is_point = (points % 2 == points[..., :1] % 2).all(-1) & (points.sum(-1) % 4 == 0)
+    is_whole = is_point.all(1)
+    assert is_whole.sum() >= 15
+    np.testing.assert_allclose(found[is_whole] / size[is_whole], restored[is_whole] / size[is_whole], atol=2e-3)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_codes_restore_the_nearest_points(bits):
+    """Ties, vectors of zeros and of one number are among them, and no point leaves the range."""
+    rng = np.random.default_rng(0)
+    x = np.concatenate([rng.standard_normal((60, 32)), rng.integers(-3, 4, (60, 32)), np.zeros((1, 32))])
+    x = np.concatenate([x, np.full((1, 32), -2.5), 1e4 * np.eye(32)])
+    top = 2 ** (bits - 1) - 1
+    scale = np.float16(np.minimum(np.maximum(np.abs(x).max(1, keepdims=True) / top, 1e-6), 65504))
+    y = np.clip(x / scale.astype(np.float64), -top, top)
+    found = round_trip(bits, x) / scale
+    blocks, points = y.reshape(-1, 8), found.reshape(-1, 8)
+    halves = points % 1
+    assert np.isin(halves, (0.0, 0.5)).all() and (halves == halves[:, :1]).all()
+    assert (np.floor(points).sum(1) % 2 == 0).all()
+    for block, point in zip(blocks[::7], points[::7], strict=True):
+        np.testing.assert_allclose(np.square(block - point).sum(), nearest_by_trial(block)[1], atol=1e-3)
+
+
+def test_a_batch_is_its_oracle_and_padding_may_hold_infinity():
+    batch, method = layer.random_batch(), kvjax.methods.e8(4, 3, sinks=1)
+    out = layer.decode(method, batch, state=layer.prefill(layer.bind(method), batch, padding=np.inf))
+
+    def reconstruct(bits: int):
+        def restore(x: np.ndarray, prompt: int) -> np.ndarray:
+            rotated = x @ sylvester(layer.H)
+            top = 2 ** (bits - 1) - 1
+            scale = np.float64(np.float16(np.abs(rotated).max(1, keepdims=True) / top))
+            blocks = np.clip(rotated / scale, -top, top).reshape(-1, 8)
+            points = np.stack([nearest_by_trial(block)[0] for block in blocks]).reshape(x.shape)
+            return np.concatenate([x[:1], (points * scale @ sylvester(layer.H))[1:]])
+
+        return restore
+
+    expected = attend_decoded(batch, reconstruct(4), reconstruct(3))
+    np.testing.assert_allclose(out, expected, atol=1e-4)
