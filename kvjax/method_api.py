@@ -9,7 +9,7 @@ from __future__ import annotations
 from kvjax.cache.binding import bind_component, bind_fields
 from kvjax.cache.calibration.bases import Bases, JointBases, sum_outer_products
 from kvjax.cache.calibration.head_tables import HeadWeights, RetrievalHeads
-from kvjax.cache.calibration.table_file import TableFile
+from kvjax.cache.calibration.table_file import PublishedFile, TableFile
 from kvjax.cache.calibration.table_kinds import TableKind, register_table_kind
 from kvjax.cache.calibration.text_halves import split_halves
 from kvjax.cache.codecs import bit_packing
@@ -178,6 +178,7 @@ __all__ = [
     "ScoredTiers",  # side store: stores the tokens of the lowest scores by other codecs
     # Calibrated tables
     "TableKind",  # base: statistics of texts, and the arrays made of them
+    "PublishedFile",  # the arrays of a file in the form that a method's authors publish
     "register_table_kind",  # registers a kind of table for `kvjax calibrate`
     "Bases",  # table: principal directions of keys and values
     "JointBases",  # table: those of several heads together

@@ -13,12 +13,14 @@ from .criticalkv import criticalkv as criticalkv
 from .cskv import cskv as cskv
 from .cur import cur as cur
 from .d2o import d2o as d2o
+from .dms import dms as dms
 from .double_sparsity import double_sparsity as double_sparsity
 from .duo_attention import duo_attention as duo_attention
 from .e8 import e8 as e8
 from .elastic_cache import elastic_cache as elastic_cache
 from .ems import ems as ems
 from .expected_attention import expected_attention as expected_attention
+from .fastkvzip import fastkvzip as fastkvzip
 from .finch import finch as finch
 from .fp8 import fp8 as fp8
 from .full import full as full
@@ -41,12 +43,14 @@ from .kvarn import kvarn as kvarn
 from .kvcrush import kvcrush as kvcrush
 from .kvmerger import kvmerger as kvmerger
 from .kvquant import kvquant as kvquant
+from .kvzap import kvzap as kvzap
 from .kvzip import kvzip as kvzip
 from .lagkv import lagkv as lagkv
 from .leverage_score import leverage_score as leverage_score
 from .lococo import lococo as lococo
 from .locret import locret as locret
 from .lookm import lookm as lookm
+from .lukv import lukv as lukv
 from .matryoshka import matryoshka as matryoshka
 from .merged_heads import merged_heads as merged_heads
 from .merging import merging as merging
@@ -58,6 +62,7 @@ from .nvfp4 import nvfp4 as nvfp4
 from .offload import offload as offload
 from .oscar import oscar as oscar
 from .pyramidkv import pyramidkv as pyramidkv
+from .qfilters import qfilters as qfilters
 from .quest import quest as quest
 from .random import random as random
 from .razor_attention import razor_attention as razor_attention

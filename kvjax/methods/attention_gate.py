@@ -158,12 +158,7 @@ class Gate(kv.Scorer):
         wide = (None, None, None)
         arrays = self.given.layer_arrays(spec, query=wide, key=wide, value=wide, output=(None, None, K), bias=(K,))
         query, key, value, output, bias = (jnp.asarray(x, jnp.float32) for x in arrays.values())
-        if query.shape[1] != observation.hidden_states.shape[3]:
-            raise kv.KvjaxError(
-                f"the gates in {self.given.path} read hidden states of {query.shape[1]} channels, and the model has "
-                f"{observation.hidden_states.shape[3]}; make a table for this model, as with `kvjax calibrate "
-                "attention_gate`"
-            )
+        self.given.check_hidden_size(query.shape[1], observation.hidden_states.shape[3])
         mixed = gate_attention(observation.hidden_states, block.pos[:, 0], query, key, value)
         # The table has the gates of all heads of the layer, and a device scores for its own.
         output = kv.over_heads.local_part(jnp.moveaxis(output, 2, 0), block.k.shape[1])

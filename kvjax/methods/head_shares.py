@@ -11,7 +11,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from fractions import Fraction
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -127,6 +127,17 @@ class ModelAllocation:
         always = sinks + recent + np.minimum(between % self.size, budget_left)
         return always, between // self.size, (num_kept - always) // self.size
 
+    @staticmethod
+    def load_table(table: kv.TableFile, spec: kv.LayerSpec) -> tuple[np.ndarray, np.ndarray]:
+        """Loads fractions f64[R], ascending, and shares f64[L K R]; raises KvjaxError for a table that does not fit."""
+        return _load_table(table, spec)
+
+    def round_units(self, ideal: np.ndarray, mean: np.ndarray, most: np.ndarray) -> np.ndarray:
+        """Rounds the units of all heads, f64[N L K] -> i64[N L K], up to most i64[N], to a mean of i64[N]."""
+        heads = ideal.reshape(len(ideal), -1)
+        none = np.zeros((len(ideal), 1))
+        return round_to_totals(heads, mean * heads.shape[1], none, most[:, None]).reshape(ideal.shape)
+
 
 @functools.lru_cache(maxsize=8)
 def _cached_tokens(allocation: ModelAllocation, longest: int) -> np.ndarray:
@@ -143,7 +154,7 @@ def _allocate_tokens(
     allocation: ModelAllocation, length: np.ndarray, always: np.ndarray, most: np.ndarray, mean: np.ndarray
 ) -> np.ndarray:
     """Divides the tokens of prompts of length i64[N]: i32[N, L, K]; the other arrays are `quota` of these lengths."""
-    fractions, shares = _load_table(allocation.table, allocation.spec)
+    fractions, shares = allocation.load_table(allocation.table, allocation.spec)
     shares = shares[list(allocation.spec.method_layers)]
     L, K, _ = shares.shape
     fraction = (always + mean * allocation.size) / np.maximum(length, 1)
@@ -152,7 +163,7 @@ def _allocate_tokens(
     at = np.array([0.0, *fractions, 1.0])
     share = np.stack([np.interp(fraction, at, [0.0, *share, 1.0]) for share in shares.reshape(L * K, -1)], 1)
     ideal = (share * length[:, None] - always[:, None]) / allocation.size
-    units = round_to_totals(ideal, mean * L * K, np.zeros((len(length), 1)), most[:, None]).reshape(-1, L, K)
+    units = allocation.round_units(ideal.reshape(-1, L, K), mean, most)
     if allocation.represented:
         # Representatives take equally many units of each head of a layer, so each head must have as many.
         mean_of_layer = -(-units.sum(2) // K)
@@ -261,7 +272,7 @@ class LayerMean(kv.Budget):
         if most is None:
             return None
         # Below the table's first fraction shares are proportional to it, so no head keeps more of longer prompts.
-        first = _load_table(allocation.table, allocation.spec)[0][0]
+        first = allocation.load_table(allocation.table, allocation.spec)[0][0]
         return int(self.num_kept_by_length(int(most / first) + 2 * allocation.size).max())
 
 
@@ -278,8 +289,10 @@ class CalibratedHeadBudgets(kv.HeadBudgets):
 
     table: kv.TableFile
 
+    allocation: ClassVar[type[ModelAllocation]] = ModelAllocation
+
     def at(self, spec: kv.LayerSpec) -> CalibratedHeadBudgets:
-        _load_table(self.table, spec.without_index)
+        self.allocation.load_table(self.table, spec.without_index)
         return self
 
     def bind_budget(
@@ -288,12 +301,12 @@ class CalibratedHeadBudgets(kv.HeadBudgets):
         select, spec = selection.select, selection.spec
         if len(set(budgets_by_layer(budget, spec))) > 1:
             raise kv.IncompatibleMethod(
-                "head shares (component `side_store`) divide one budget among all layers, and "
+                "a table of all heads (component `side_store`) divides one budget among all layers, and "
                 f"{type(select.budget).__name__} (component `select`) has divided it already; give all layers the "
                 "same, as in 'snapkv:budget=256 + head_shares'"
             )
         represented = 0.0 if selection.representatives is None else selection.representatives.share
-        allocation = ModelAllocation(
+        allocation = self.allocation(
             self.table,
             spec.without_index,
             select.budget,

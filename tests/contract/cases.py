@@ -396,6 +396,12 @@ CASES = (
         selection_bytes(6, bias=True),
         variant="paper's rule, counted",
     ),
+    MethodCase(
+        "dms",
+        "kvzap:budget=5,recent=1 + dms:threshold=0,page=4",
+        "kvzap:budget=100,recent=1 + dms:threshold=-1e9,page=4",
+        paged_bytes(5, page=4),
+    ),
     sized_case(
         "double_sparsity", "double_sparsity:heavy={},factor=4,device_layers=0", 3, 100, double_sparsity_bytes(0)
     ),
@@ -425,6 +431,19 @@ CASES = (
         selection_bytes(5),
     ),
     sized_case("finch", "finch:budget={},window=2,chunk=4", 6, 100, selection_bytes(6)),
+    MethodCase(
+        "expected_attention",
+        "expected_attention:budget=5,sinks=1,future=4,table=shipped",
+        "",
+        selection_bytes(5),
+        variant="queries of a table",
+    ),
+    MethodCase(
+        "fastkvzip",
+        "fastkvzip:budget=5,sinks=1,page=4",
+        "fastkvzip:budget=100,page=4",
+        paged_bytes(5, page=4, extra_pages=2),
+    ),
     MethodCase("fp8", "fp8", "", int8_bytes),
     MethodCase("full", "full", "full", full_bytes),
     MethodCase(
@@ -492,6 +511,7 @@ CASES = (
         variant="counted",
     ),
     MethodCase("kvquant", "kvquant:every=4", "kvquant:every=4,first=100", kvquant_bytes),
+    sized_case("kvzap", "kvzap:budget={},recent=2", 5, 100, selection_bytes(5)),
     MethodCase(
         "kvzip", "kvzip:budget=5,sinks=1,page=4", "kvzip:budget=100,page=4", paged_bytes(5, page=4, extra_pages=2)
     ),
@@ -522,6 +542,8 @@ CASES = (
     ),
     MethodCase("matryoshka", "matryoshka:keys=0.25,values=0.5", "matryoshka:keys=1,values=1", matryoshka_bytes),
     MethodCase("merged_heads", "merged_heads:heads=2", "", merged_heads_bytes),
+    # The example table gives one of the battery's two heads 7 of 9 tokens, the other 5, in as many pages as 6 and 6.
+    sized_case("lukv", "snapkv:budget={},window=2,kernel=3 + lukv:page=4", 6, 100, paged_bytes(6, page=4)),
     sized_case("merging", "keynorm:budget={} + merging", 6, 100, selection_bytes(6)),
     sized_case(
         "merging",
@@ -540,6 +562,7 @@ CASES = (
     MethodCase("offload", "offload", "offload", offload_bytes),
     sized_case("oscar", "oscar:group=4,sinks=2,recent={}", 4, 24, oscar_bytes),
     sized_case("pyramidkv", "pyramidkv:budget={},window=2,kernel=3,pool=avg", 6, 100, selection_bytes(6)),
+    sized_case("qfilters", "qfilters:budget={}", 5, 100, selection_bytes(5)),
     sized_case("quest", "quest:budget={},page=2,device_layers=0", 6, 100, quest_bytes),
     sized_case(
         "quest", "quest:budget={},page=2,device_layers=0,per=head", 6, 100, quest_bytes, variant="one set per head"

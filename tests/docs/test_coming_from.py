@@ -24,14 +24,19 @@ COMPARED = {
     "CompactorPress": "compactor",
     "CriticalAdaKVPress": "criticaladakv",
     "CriticalKVPress": "criticalkv",
+    "DMSPress": "dms",
     "DecodingPress": "decoding_keydiff",
     "DuoAttentionPress": "duo",
     "ExpectedAttentionPress": "expected",
+    "ExpectedAttentionStatsPress": "stats",
+    "FastKVzipPress": "fastkvzip",
+    "KVzapPress": "kvzap",
     "KVzipPress": "kvzip_model",
     "FinchPress": "finch",
     "KeyDiffPress": "keydiff",
     "KeyRerotationPress": "rerotated_snapkv",
     "KnormPress": "knorm",
+    "LUKVPress": "lukv",
     "LagKVPress": "lagkv",
     "LeverageScorePress": "leverage",
     "MergingPress": "merging",
@@ -39,6 +44,7 @@ COMPARED = {
     "ObservedAttentionPress": "observed",
     "PrefillDecodingPress": "decoding_keydiff",
     "PyramidKVPress": "pyramidkv",
+    "QFilterPress": "qfilters",
     "SnapKVPress": "snapkv",
     "StreamingLLMPress": "streaming",
     "TOVAPress": "tova",
@@ -48,10 +54,8 @@ COMPARED = {
 
 OTHERS = """
 BasePress BlockPress CAMPress CapPress ChunkPress ComposedPress CompressionRatioDecodingPress
-DMSPress EntropyGatedChunkKVPress ExpectedAttentionStatsPress FastKVzipPress
-KVComposePress KVgradPress KVPressTextGenerationPipeline KVzapPress LUKVPress
-PerLayerCompressionPress QFilterPress RandomPress RestoreKVPress ScorerPress
-SimLayerKVPress
+EntropyGatedChunkKVPress KVComposePress KVPressTextGenerationPipeline KVgradPress PerLayerCompressionPress
+RandomPress RestoreKVPress ScorerPress SimLayerKVPress
 """.split()
 """All other names in `__all__` of kvpress 0.5.5."""
 

@@ -29,6 +29,8 @@ DECODING = {
     "kvpress_decoding_keydiff": ("gqa", kvjax.compose(methods.keydiff(FIELD), methods.recompress(12))),
     "kvpress_decoding_tova": ("gqa", methods.tova(FIELD, keep_newest=True)),  # compressed after every token
 }
+PUBLISHED = ROOT / "eviction" / "published"
+KVZAP_LINEAR = str(PUBLISHED / "kvzap_linear.safetensors")
 METHODS = {
     "kvpress_snapkv": ("gqa", methods.snapkv(KEPT, **AVG)),
     "kvpress_pyramidkv": ("gqa", PEER),
@@ -68,6 +70,17 @@ METHODS = {
     "kvpress_leverage": ("gqa", methods.leverage_score(FIELD)),
     "kvpress_noncausal": ("gqa", methods.noncausal_attention(FIELD, chunk=40)),
     "kvpress_compactor": ("gqa", methods.compactor(FIELD, chunk=4)),
+    "kvpress_qfilters": ("gqa", methods.qfilters(FIELD, table=str(PUBLISHED / "qfilters.safetensors"))),
+    "kvpress_stats": ("gqa", methods.expected_attention(FIELD, table=str(PUBLISHED / "query_statistics.safetensors"))),
+    "kvpress_kvzap": ("gqa", methods.kvzap(FIELD, recent=0, table=str(PUBLISHED / "kvzap_mlp.safetensors"))),
+    "kvpress_dms": ("gqa", kvjax.compose(methods.kvzap("100%", recent=16, table=KVZAP_LINEAR), methods.dms(0.0))),
+    "kvpress_fastkvzip": ("gqa", methods.fastkvzip(FIELD, table=str(PUBLISHED / "fastkvzip.safetensors"))),
+    "kvpress_lukv": (
+        "gqa",
+        kvjax.compose(
+            methods.expected_attention(FIELD, epsilon=0.02, recent=1), methods.lukv(str(PUBLISHED / "lukv.npy"))
+        ),
+    ),
     **{f"kvpress_think{kept}": ("gqa", methods.think(1 - kept / 100, recent=0)) for kept in (75, 50, 25)},
     "kvpress_rerotated_snapkv": ("gqa", kvjax.compose(methods.snapkv(FIELD, **AVG), methods.rerotated())),
     "kvpress_rerotated_keydiff": ("gqa", kvjax.compose(methods.keydiff(FIELD), methods.rerotated())),

@@ -84,10 +84,10 @@ PRESSES = {
     "StreamingLLMPress": "streaming",
     "TOVAPress": "tova",
     "RandomPress": "Its numbers are those of torch's generator; ours go by seed, head and position.",
-    "ExpectedAttentionStatsPress": "Its statistics are downloaded for a model by name.",
+    "ExpectedAttentionStatsPress": "Its numbers are a file: test_public_eviction compares the tokens that stay.",
     "CapPress": "Not here, see docs/generate/field.toml.",
-    "KVzapPress": "Not here, see docs/generate/field.toml.",
-    "QFilterPress": "Not here, see docs/generate/field.toml.",
+    "KVzapPress": "Its numbers are a file: test_public_eviction compares the tokens that stay.",
+    "QFilterPress": "Its numbers are a file: test_public_eviction compares the tokens that stay.",
 }
 """Every press of kvpress that scores tokens -> a stored case, or one sentence why there is nothing to compare."""
 

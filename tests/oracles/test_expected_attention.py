@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
 import numpy as np
 import pytest
 
+from kvjax.cache.calibration import table_file
+from kvjax.cache.calibration.table_file import TableFile
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.attention_mass import Observation
 from kvjax.core.rope import Rope, RopeScaling
 from kvjax.core.types import KVBlock
-from kvjax.methods.expected_attention import ExpectedAttention, expected_logits
+from kvjax.errors import KvjaxError
+from kvjax.methods.expected_attention import (
+    CalibratedExpectedAttention,
+    ExpectedAttention,
+    QueryStatistics,
+    expected_logits,
+)
 from tests.contract import layer
 from tests.oracles import expected_attention as oracle
 
@@ -92,3 +101,40 @@ def test_over_unequal_heads_the_best_of_all_heads_stay():
         all_scores = np.stack([oracle_scores(scorer, batch, b, head) for head in range(layer.K)])
         best = np.argsort(-all_scores, None)[: layer.K * (budget - 1)]
         assert tokens == [[0, *sorted(1 + i % (n - 1) for i in best if i // (n - 1) == h)] for h in range(layer.K)]
+
+
+def test_statistics_of_the_prompt_itself_in_a_table_give_its_own_scores(tmp_path):
+    """A covariance in a table is over tokens - 1, and the prompt's own over tokens."""
+    batch, scorer = dataclasses.replace(layer.random_batch(3), lengths=np.array([9, 9, 9], np.int32)), SETTINGS[0]
+    kind, (q, block) = QueryStatistics(sinks=scorer.sinks), layer.prompt(batch, np.inf)
+    observation = Observation(q, block.pos[:, 0])
+    counts = jax.jit(lambda block, observation: kind.count(block, observation, layer.spec()))(block, observation)
+    arrays = kind.arrays(jax.tree.map(lambda x: np.asarray(x[0], np.float64), counts), layer.spec())
+    bare = np.array(
+        [
+            [
+                [oracle.rotation_matrix(t, FREQUENCIES).T @ np.asarray(queries[t], float) for t in range(2, 9)]
+                for queries in head
+            ]
+            for head in q[0]
+        ]
+    )
+    np.testing.assert_allclose(arrays["mean"], bare.mean(2), atol=1e-5)
+    for head, statistics in enumerate(bare):
+        for group, queries in enumerate(statistics):
+            np.testing.assert_allclose(arrays["covariance"][head, group], np.cov(queries.T), atol=1e-4)
+    arrays = arrays | {"covariance": arrays["covariance"] * 6 / 7}
+    table = TableFile(
+        str(table_file.write(tmp_path / "t", "query_statistics", layer.spec(), [arrays])), "query_statistics"
+    )
+    fields = {field.name: getattr(scorer, field.name) for field in dataclasses.fields(scorer)}
+    calibrated = CalibratedExpectedAttention(**fields, given=table)
+    last = Observation(q[:, :, :, -1:], block.pos[:, 0, -1:])
+    actual = np.asarray(compile_scores(calibrated, layer.spec())(block, last))
+    for head in range(layer.K):
+        np.testing.assert_allclose(actual[0, head, 2:], oracle_scores(scorer, batch, 0, head), rtol=2e-4)
+
+
+def test_texts_without_enough_queries_are_refused():
+    with pytest.raises(KvjaxError, match="1 tokens of these texts stand behind the first 4, .* give longer texts"):
+        QueryStatistics().arrays({"tokens": np.ones((1, 1))}, layer.spec())

@@ -5,6 +5,8 @@ it is and for which model it was made: `layers`, `kv_heads`, `groups`, `head_dim
 than keys, `value_dim`. `write` makes one.
 
 Some tables ship with kvjax, below `kvjax/tables/`: each kind has one for the shipped model, and small examples.
+
+Some kinds are also read from the files that a method's authors publish, which have names of their own for the arrays.
 """
 
 from __future__ import annotations
@@ -12,8 +14,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -34,6 +37,52 @@ SHIPPED_TABLES = Path(__file__).parents[2] / "tables"
 """Their folder, with a folder for each kind."""
 
 
+PICKLES = (".bin", ".pt", ".pth", ".pkl")
+"""Ends of the names of files that torch writes as pickles."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PublishedFile:
+    """The arrays of a file that is no table of kvjax, by the names that its authors gave them.
+
+    Args:
+      path: of the file.
+      arrays: of a NumPy file one array, by the name "".
+    """
+
+    path: str
+    arrays: Mapping[str, np.ndarray]
+
+    def take(self, name: str, *shape: int | None) -> np.ndarray:
+        """Returns an array f32 of a shape, in which None stands for any size; raises KvjaxError for any other."""
+        called = f"`{name}`" if name else "its array"
+        if name not in self.arrays:
+            names = ", ".join(sorted(self.arrays)[:4]) or "none"
+            raise KvjaxError(
+                f"{self.path} has no array {called}, and begins with {names}; give what `kvjax calibrate` made, or the "
+                "file that the method's authors published"
+            )
+        array = self.arrays[name]
+        if _differs(array.shape, shape):
+            raise KvjaxError(
+                f"{called} of {self.path} has shape {array.shape}, and this model needs ({_describe_shape(shape)}); "
+                "give the file that was published for this model"
+            )
+        return array.astype(np.float32)
+
+
+PublishedReader: TypeAlias = Callable[[PublishedFile, LayerSpec], Sequence[Mapping[str, np.ndarray]]]
+"""Makes the arrays of all layers from a published file and the spec of any layer."""
+
+
+def _differs(shape: tuple[int, ...], expected: tuple[int | None, ...]) -> bool:
+    return len(shape) != len(expected) or any(n not in (None, m) for m, n in zip(shape, expected, strict=True))
+
+
+def _describe_shape(shape: tuple[int | None, ...]) -> str:
+    return ", ".join("any" if n is None else str(n) for n in shape)
+
+
 def _describe_model(spec: LayerSpec) -> dict[str, str]:
     """Returns the metadata of a model; `value_dim` only where it is not `head_dim`, so that older files fit."""
     model = {name: str(getattr(spec, field)) for name, field in SPEC_FIELDS.items()}
@@ -49,6 +98,7 @@ class TableFile:
       kind: the name of a `TableKind`.
       digest: hash of the content, computed from the file where it is not given.
       index: of the layer, from `at`.
+      read_published: of a kind that is also read from files of another form.
 
     Raises:
       KvjaxError: for a file that cannot be read.
@@ -60,6 +110,7 @@ class TableFile:
     kind: str
     digest: str = dataclasses.field(default="", repr=False)
     index: int | None = None
+    read_published: PublishedReader | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def __post_init__(self):
         if self.digest:
@@ -100,13 +151,10 @@ class TableFile:
             array, problem = arrays.get(f"{index}.{name}"), None
             if array is None:
                 problem = f"{self.path} has no array `{index}.{name}`; make the table anew"
-            elif len(array.shape) != len(expected) or any(
-                size not in (None, n) for n, size in zip(array.shape, expected, strict=True)
-            ):
-                shape = ", ".join("any" if n is None else str(n) for n in expected)
+            elif _differs(array.shape, expected):
                 problem = (
-                    f"`{index}.{name}` of {self.path} has shape {array.shape}, expected ({shape}); make the table anew "
-                    "for this model"
+                    f"`{index}.{name}` of {self.path} has shape {array.shape}, expected ({_describe_shape(expected)}); "
+                    "make the table anew for this model"
                 )
             elif not np.isfinite(array).all():
                 problem = f"`{index}.{name}` of {self.path} holds a number that is not finite"
@@ -114,6 +162,14 @@ class TableFile:
                 raise KvjaxError(problem)
             found[name] = array
         return found
+
+    def check_hidden_size(self, read: int, given: int) -> None:
+        """Raises KvjaxError if the table is for hidden states of `read` channels, and the model's have `given`."""
+        if read != given:
+            raise KvjaxError(
+                f"the weights in {self.path} read hidden states of {read} channels, and the model has {given}; make a "
+                f"table for this model, as with `kvjax calibrate {self.kind}`"
+            )
 
     def _read_fitting(self, spec: LayerSpec) -> Mapping[str, np.ndarray]:
         """Reads all arrays of the file, or of the shipped file that fits the model."""
@@ -129,6 +185,8 @@ class TableFile:
                 f"{self.kind}`, and give its path as table=..."
             )
         metadata, arrays = _read(str(expand_user(self.path)), self.digest)
+        if metadata.get("format") != FORMAT and self.read_published is not None:
+            return _convert(dataclasses.replace(self, index=None), spec.without_index)
         if metadata.get("format") != FORMAT or metadata.get("kind") != self.kind:
             kind = metadata.get("kind", "none that kvjax knows")
             raise KvjaxError(f"{self.path} is a table of {kind}, and one of {self.kind} is needed")
@@ -146,12 +204,28 @@ class TableFile:
 @functools.lru_cache(maxsize=16)
 def _read(path: str, digest: str) -> tuple[dict[str, str], dict[str, np.ndarray]]:
     """Reads (metadata, arrays); the digest is part of the cache's key, so that a file made anew is read again."""
+    if path.lower().endswith(PICKLES):
+        raise KvjaxError(
+            f"{path} is a pickle, which can run any code when it is opened, and is not read; load it in torch, if you "
+            "trust it, and write its arrays with safetensors.torch.save_file"
+        )
     try:
+        if path.endswith(".npy"):
+            return {}, {"": np.load(path, allow_pickle=False)}
         with safe_open(path, "numpy") as file:
             return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as e:
+    except (SafetensorError, OSError, ValueError) as e:
         problem = f"{path} is no safetensors file that can be read ({e})"
         raise KvjaxError(f"{problem}; give what `kvjax calibrate` made") from None
+
+
+@functools.lru_cache(maxsize=16)
+def _convert(table: TableFile, spec: LayerSpec) -> dict[str, np.ndarray]:
+    """Reads a published file, and names its arrays as in a table."""
+    assert table.read_published is not None
+    _, arrays = _read(str(expand_user(table.path)), table.digest)
+    layers = table.read_published(PublishedFile(table.path, arrays), spec)
+    return {f"{i}.{name}": array for i, layer in enumerate(layers) for name, array in layer.items()}
 
 
 def write(

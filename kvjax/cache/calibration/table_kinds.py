@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.calibration.table_file import TableFile
+from kvjax.cache.calibration.table_file import PublishedReader, TableFile
 from kvjax.cache.components import LayerBudgets, PromptSelection
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.attention_mass import Observation
@@ -36,11 +36,13 @@ class TableKind:
     needs_layer_index = False  # whether `count` reads `spec.index`: each layer then has a compiled program of its own
     # A method whose scores `count_layers` ranks over all layers; empty: each layer is on its own.
     measuring_method: str = ""
+    # Makes the arrays of all layers from a file in the form that the method's authors publish; None: there is none.
+    read_published: ClassVar[PublishedReader | None] = None
 
     @classmethod
     def table_file(cls, path: str) -> TableFile:
         """Returns the table of this kind in a file; "shipped" for the tables that ship with kvjax."""
-        return TableFile(path, cls.name)
+        return TableFile(path, cls.name, read_published=cls.read_published)
 
     def documents(self, vocabulary: int, positions: int) -> list[list[int]] | None:
         """Returns the texts that the kind brings itself, or None where it is counted on the user's texts.

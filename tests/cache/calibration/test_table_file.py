@@ -5,12 +5,16 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from kvjax.cache.calibration import table_file
 from kvjax.cache.calibration.table_file import TableFile
 from kvjax.errors import KvjaxError
+from kvjax.methods.lukv import BudgetCurves
+from kvjax.methods.qfilters import QFilters
 from tests.contract import layer
 
 SPEC = dataclasses.replace(layer.spec(), num_layers=2, method_layers=None)
@@ -75,3 +79,50 @@ def test_what_is_no_table_says_so(tmp_path):
     bad = table_file.write(tmp_path / "bad", "heads", SPEC, [{"weights": np.array([1, np.nan], np.float32)}] * 2)
     with pytest.raises(KvjaxError, match="not finite"):
         TableFile(str(bad), "heads").layer_arrays(SPEC, weights=(2,))
+
+
+def test_a_published_file_is_read_in_the_form_that_its_authors_gave_it(tmp_path):
+    """As Hugging Face's classes save it, here in bfloat16, with a format of their own in the metadata."""
+    filters = np.arange(2 * layer.K * layer.H).reshape(2, layer.K, layer.H).astype(ml_dtypes.bfloat16)
+    save_file({"q_filters": filters}, tmp_path / "model.safetensors", {"format": "pt"})
+    table = QFilters.table_file(str(tmp_path / "model.safetensors"))
+    for index in range(2):
+        spec = dataclasses.replace(SPEC, index=index)
+        for bound in (table, table.at(spec)):
+            found = bound.layer_arrays(spec, filter=(layer.K, layer.H))["filter"]
+            np.testing.assert_array_equal(found, filters[index].astype(np.float32))
+    with pytest.raises(KvjaxError, match="is a table of none that kvjax knows, and one of heads is needed"):
+        TableFile(table.path, "heads").layer_arrays(SPEC)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        (
+            "q_filter",
+            np.zeros(3),
+            "has no array `q_filters`, and begins with q_filter; give what `kvjax calibrate` made",
+        ),
+        (
+            "q_filters",
+            np.zeros((3, 2, 32)),
+            r"`q_filters` of .* shape \(3, 2, 32\), and this model needs \(2, 2, 32\); give",
+        ),
+        ("q_filters", np.full((2, 2, 32), np.nan), "`0.filter` of .* holds a number that is not finite"),
+    ],
+)
+def test_a_published_file_that_does_not_fit_says_why(tmp_path, name, content, says):
+    save_file({name: content}, tmp_path / "file")
+    with pytest.raises(KvjaxError, match=says):
+        QFilters.table_file(str(tmp_path / "file")).layer_arrays(SPEC, filter=(None, None))
+
+
+def test_pickles_and_objects_are_not_opened(tmp_path):
+    (tmp_path / "gates.pt").write_bytes(b"anything")
+    with pytest.raises(
+        KvjaxError, match="is a pickle, which can run any code .* write its arrays with safetensors.torch"
+    ):
+        QFilters.table_file(str(tmp_path / "gates.pt")).layer_arrays(SPEC)
+    np.save(tmp_path / "curves.npy", np.array([{}]), allow_pickle=True)
+    with pytest.raises(KvjaxError, match="is no safetensors file that can be read .*Object arrays cannot be loaded"):
+        BudgetCurves.table_file(str(tmp_path / "curves.npy")).layer_arrays(SPEC)
