@@ -74,6 +74,9 @@ class PublishedFile:
 PublishedReader: TypeAlias = Callable[[PublishedFile, LayerSpec], Sequence[Mapping[str, np.ndarray]]]
 """Makes the arrays of all layers from a published file and the spec of any layer."""
 
+PUBLISHED_READERS: dict[str, PublishedReader] = {}
+"""Kind of table -> its reader; `register_table_kind` fills it. A `TableFile` is exported, and could not hold one."""
+
 
 def _differs(shape: tuple[int, ...], expected: tuple[int | None, ...]) -> bool:
     return len(shape) != len(expected) or any(n not in (None, m) for m, n in zip(shape, expected, strict=True))
@@ -98,7 +101,6 @@ class TableFile:
       kind: the name of a `TableKind`.
       digest: hash of the content, computed from the file where it is not given.
       index: of the layer, from `at`.
-      read_published: of a kind that is also read from files of another form.
 
     Raises:
       KvjaxError: for a file that cannot be read.
@@ -110,7 +112,6 @@ class TableFile:
     kind: str
     digest: str = dataclasses.field(default="", repr=False)
     index: int | None = None
-    read_published: PublishedReader | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def __post_init__(self):
         if self.digest:
@@ -185,7 +186,7 @@ class TableFile:
                 f"{self.kind}`, and give its path as table=..."
             )
         metadata, arrays = _read(str(expand_user(self.path)), self.digest)
-        if metadata.get("format") != FORMAT and self.read_published is not None:
+        if metadata.get("format") != FORMAT and self.kind in PUBLISHED_READERS:
             return _convert(dataclasses.replace(self, index=None), spec.without_index)
         if metadata.get("format") != FORMAT or metadata.get("kind") != self.kind:
             kind = metadata.get("kind", "none that kvjax knows")
@@ -222,9 +223,8 @@ def _read(path: str, digest: str) -> tuple[dict[str, str], dict[str, np.ndarray]
 @functools.lru_cache(maxsize=16)
 def _convert(table: TableFile, spec: LayerSpec) -> dict[str, np.ndarray]:
     """Reads a published file, and names its arrays as in a table."""
-    assert table.read_published is not None
     _, arrays = _read(str(expand_user(table.path)), table.digest)
-    layers = table.read_published(PublishedFile(table.path, arrays), spec)
+    layers = PUBLISHED_READERS[table.kind](PublishedFile(table.path, arrays), spec)
     return {f"{i}.{name}": array for i, layer in enumerate(layers) for name, array in layer.items()}
 
 

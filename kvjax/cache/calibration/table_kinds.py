@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.calibration.table_file import PublishedReader, TableFile
+from kvjax.cache.calibration.table_file import PUBLISHED_READERS, PublishedReader, TableFile
 from kvjax.cache.components import LayerBudgets, PromptSelection
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.attention_mass import Observation
@@ -42,7 +42,7 @@ class TableKind:
     @classmethod
     def table_file(cls, path: str) -> TableFile:
         """Returns the table of this kind in a file; "shipped" for the tables that ship with kvjax."""
-        return TableFile(path, cls.name, read_published=cls.read_published)
+        return TableFile(path, cls.name)
 
     def documents(self, vocabulary: int, positions: int) -> list[list[int]] | None:
         """Returns the texts that the kind brings itself, or None where it is counted on the user's texts.
@@ -119,6 +119,8 @@ def register_table_kind(name: str) -> Callable[[type[TableKind]], type[TableKind
     def register(kind: type[TableKind]) -> type[TableKind]:
         kind.name = name
         TABLE_KINDS[name] = kind()
+        if kind.read_published is not None:
+            PUBLISHED_READERS[name] = kind.read_published
         return kind
 
     return register
