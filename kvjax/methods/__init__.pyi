@@ -43,6 +43,7 @@ from .kvarn import kvarn as kvarn
 from .kvcrush import kvcrush as kvcrush
 from .kvmerger import kvmerger as kvmerger
 from .kvquant import kvquant as kvquant
+from .kvtc import kvtc as kvtc
 from .kvzap import kvzap as kvzap
 from .kvzip import kvzip as kvzip
 from .lagkv import lagkv as lagkv

@@ -40,6 +40,7 @@ DIFFERENT = {
     "head_shares": (4, 1, OWN_BUDGET),
     "headkv": (4, 1, OWN_BUDGET),
     "keyformer": (4, 4, OWN_NUMBERS),
+    "kvtc": (4, 4, OWN_ARRAYS),
     "kvzap": (4, 1, OWN_ARRAYS),
     "lococo": (4, 1, OWN_ARRAYS),
     "locret": (4, 1, OWN_ARRAYS),

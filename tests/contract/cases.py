@@ -156,6 +156,17 @@ def kvarn_bytes(shape: LayerShape) -> StateBytes:
     return StateBytes(stored + shape.position_bytes(shape.S) + shape.count_bytes())
 
 
+def kvtc_bytes(shape: LayerShape) -> StateBytes:
+    """Words for 4 bits of a key's channel and 2 of a value's; 2 sinks, 3 recent tokens and a slot for the next one.
+
+    Of the example table's variances 28 components of keys and 16 of values are worth a bit.
+    """
+    words = shape.B * shape.K * shape.S * shape.H * (4 + 2) // 8
+    bases_and_means = 4 * shape.K * shape.H * (28 + 16 + 2)
+    exact = 2 * shape.kv_bytes(2 + 3 + 1) + 2 * shape.count_bytes()
+    return StateBytes(words + bases_and_means + exact + shape.position_bytes(shape.S) + shape.count_bytes())
+
+
 def kivi_bytes(bits: int, group: int, residual: int) -> BytesFormula:
     def count(shape: LayerShape) -> StateBytes:
         return StateBytes(
@@ -511,6 +522,7 @@ CASES = (
         variant="counted",
     ),
     MethodCase("kvquant", "kvquant:every=4", "kvquant:every=4,first=100", kvquant_bytes),
+    sized_case("kvtc", "kvtc:k_bits=4,v_bits=2,sinks=2,recent={}", 3, 100, kvtc_bytes),
     sized_case("kvzap", "kvzap:budget={},recent=2", 5, 100, selection_bytes(5)),
     MethodCase(
         "kvzip", "kvzip:budget=5,sinks=1,page=4", "kvzip:budget=100,page=4", paged_bytes(5, page=4, extra_pages=2)

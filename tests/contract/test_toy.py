@@ -20,7 +20,7 @@ NO_LOSSLESS_FORM = {case.method for case in FIRST_CASES.values() if not case.los
 
 LOSSY = sorted(
     NO_LOSSLESS_FORM
-    | {"cskv", "gear", "kivi", "kvarn", "kvquant", "matryoshka", "mikv", "oscar", "rotatekv", "saq", "think"}
+    | {"cskv", "gear", "kivi", "kvarn", "kvquant", "kvtc", "matryoshka", "mikv", "oscar", "rotatekv", "saq", "think"}
 )
 """Methods that store keys or values inexactly: what they read is what their codecs decode."""
 

@@ -40,7 +40,7 @@ from tests.contract.cases import FIRST_CASES
 from tests.contract.table import methods_of_distinct_parts
 
 STEPPED = set(
-    "bfp e8 fp8 gear ggml int4 int8 kivi kvarn kvquant mikv mxfp4 nvfp4 oscar rotatekv saq specache turboquant "
+    "bfp e8 fp8 gear ggml int4 int8 kivi kvarn kvquant kvtc mikv mxfp4 nvfp4 oscar rotatekv saq specache turboquant "
     "zipcache zipvl".split()
 )
 SMALL = {name: case.small for name, case in FIRST_CASES.items()} | {

@@ -42,7 +42,7 @@ COMPOSED = [
     "kivi:bits=4,group=8,residual=8 + specache:bits=1,group=8,residual=8,topk=3",
 ]
 EACH = [case.small for case in FIRST_CASES.values()] + COMPOSED
-PACKED = ("kvarn", "rotatekv", "saq")  # codes of each token's row in two bits
+PACKED = ("kvarn", "kvtc", "rotatekv", "saq")  # codes of each token's row in two bits
 FEW = [PROMPTS[i] for i in (0, 1, 3)]  # the last two, alone, share one set of shapes
 
 
