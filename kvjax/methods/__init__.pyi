@@ -2,6 +2,7 @@ from .a2ats import a2ats as a2ats
 from .a_shape import a_shape as a_shape
 from .accumulated import accumulated as accumulated
 from .adakv import adakv as adakv
+from .adaptive_rkv import adaptive_rkv as adaptive_rkv
 from .arkvale import arkvale as arkvale
 from .attention_gate import attention_gate as attention_gate
 from .bfp import bfp as bfp

@@ -244,12 +244,12 @@ def quest_bytes(shape: LayerShape) -> StateBytes:
     return StateBytes(full_bytes(shape).device + 2 * shape.kv_bytes(-(-shape.S // 2)))
 
 
-def recompress_bytes(num_slots: int) -> BytesFormula:
-    """The slots, and the two last queries with their positions."""
+def recompress_bytes(num_slots: int, per_head: bool = True) -> BytesFormula:
+    """The slots, and the two last queries with their positions; `per_head` as in `selection_bytes`."""
 
     def count(shape: LayerShape) -> StateBytes:
         queries = 2 * shape.B * (shape.K * shape.G * shape.H * shape.itemsize + 4)
-        return StateBytes(2 * shape.kv_bytes(num_slots) + shape.position_bytes(num_slots, per_head=True) + queries)
+        return StateBytes(2 * shape.kv_bytes(num_slots) + shape.position_bytes(num_slots, per_head) + queries)
 
     return count
 
@@ -382,6 +382,13 @@ CASES = (
         100,
         paged_bytes(6, page=4, extra_pages=2),
         variant="scope=model",
+    ),
+    sized_case(
+        "adaptive_rkv",
+        "adaptive_rkv:budget={},window=2,kernel=2,block=2,sinks=1,recent=1,every=2",
+        6,
+        100,
+        recompress_bytes(6 + 2 + 1, per_head=False),
     ),
     sized_case("arkvale", "arkvale:budget={},page=2,sinks=1,window=1,device_layers=0", 6, 100, arkvale_bytes),
     MethodCase(
