@@ -20,7 +20,7 @@ from kvjax.errors import KvjaxError
 from kvjax.generation.model_calls import logits
 from kvjax.models import checkpoint
 from kvjax.models.model import Model
-from kvjax.models.quantized_params import quantize_params
+from kvjax.models.quantized_params import find_dtype, quantize_params
 from kvjax.utils.files import expand_user
 from kvjax.utils.packages import import_optional
 
@@ -122,7 +122,7 @@ def _compare_tensors(
         ours = {p: np.asarray(x) for p, x in flat.items()}
         for b in bindings:
             for tensor, joined in zip(b.sources, b.join(ours), strict=True):
-                if not np.array_equal(joined, source.read(tensor).astype(dtype)):
+                if not np.array_equal(joined, source.read(tensor).astype(find_dtype(b.targets[0].path, dtype, dtype))):
                     problems.append(f"{tensor}: differs")
             done += b.num_values * dtype.itemsize
         if progress:

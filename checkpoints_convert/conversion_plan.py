@@ -18,6 +18,7 @@ from checkpoints_convert.families import (
     find_family,
     find_prefixes,
     is_buffer,
+    is_later_layer,
     rename,
 )
 from checkpoints_convert.hf_config import translate
@@ -25,6 +26,7 @@ from checkpoints_convert.source import FLOATS, Source, Tensor
 from kvjax.errors import KvjaxError, escape_unprintable
 from kvjax.models import Config
 from kvjax.models.checkpoint import parameter_shapes, part_names
+from kvjax.models.quantized_params import CHOICE_BIAS
 
 HEAD, EMBEDDING = "head/kernel", "embedding"
 """With tied embeddings the tensor of the first may be absent, or repeat that of the second."""
@@ -113,7 +115,7 @@ class ConversionPlan:
     parts: dict[str, tuple[Binding, ...]]
     dtype: np.dtype  # of the source tensors
     tied_head: str | None = None  # the head's source tensor, if the checkpoint has one and the model ties it
-    num_left_out: int = 0  # source tensors that are no part of the decoder
+    num_left_out: int = 0  # source tensors that are no part of the decoder: of images, or of layers after it
 
     @property
     def bindings(self) -> tuple[Binding, ...]:
@@ -179,6 +181,7 @@ def plan_conversion(source: Source) -> ConversionPlan:
     head = next(rule.source for rule in table if rule.targets[0].path == HEAD)
     tied_head = head if config.tie_embeddings and head in source.tensors else None
     left_out = {name for name in source.tensors if family.left_out is not None and family.left_out.search(name)}
+    left_out |= {name for name in source.tensors if is_later_layer(name, source.config, family)}
     found = {name: t for name, t in source.tensors.items() if not is_buffer(name, t.shape) and name not in left_out}
     if problems := _find_problems(found, bindings, head, tied_head):
         lines = "\n  ".join(problems)
@@ -187,7 +190,8 @@ def plan_conversion(source: Source) -> ConversionPlan:
     for b in bindings:
         parts[b.targets[0].path.split("/")[0]].append(b)
     # float32 for a mixture of types, and for float64, which JAX does not have unless it is turned on.
-    stored = {FLOATS[source.tensors[name].dtype] for b in bindings for name in b.sources}
+    cast = (b for b in bindings if not b.targets[0].path.endswith(f"/{CHOICE_BIAS}"))  # whose dtype is its own
+    stored = {FLOATS[source.tensors[name].dtype] for b in cast for name in b.sources}
     dtype = np.dtype(stored.pop() if len(stored) == 1 and "float64" not in stored else "float32")
     return ConversionPlan(config, {name: tuple(bs) for name, bs in parts.items()}, dtype, tied_head, len(left_out))
 

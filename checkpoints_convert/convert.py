@@ -16,7 +16,7 @@ from checkpoints_convert.source import Directory, Source
 from kvjax.core.quantized_kernel import check_weights
 from kvjax.errors import KvjaxError
 from kvjax.models import Config, checkpoint, tokenizer
-from kvjax.models.quantized_params import quantize_params
+from kvjax.models.quantized_params import find_dtype, quantize_params
 from kvjax.utils.arguments import float_type
 from kvjax.utils.files import expand_user
 
@@ -120,7 +120,7 @@ def convert_tensors(
     Raises:
       KvjaxError: with the tensor's name, if a weight is not finite, or if tied embeddings differ.
     """
-    cast = []
+    cast, dtype = [], find_dtype(binding.targets[0].path, dtype, dtype)
     for name in binding.sources:
         tensor, problem = source.read(name), None
         with np.errstate(over="ignore", invalid="ignore"):

@@ -53,7 +53,7 @@ def describe(directory: str | Path) -> Lines:
             plan = plan_conversion(source)
             lines["convertible"] = "yes"
             if count := plan.num_left_out:
-                lines["convertible"] += f", as a model of texts: {count} tensors that read images are left out"
+                lines["convertible"] += f", as a decoder of texts: {count} tensors of other parts are left out"
             lines |= _describe_config(plan.config)
         except KvjaxError as e:
             lines["convertible"] = f"no: {e}"
@@ -124,6 +124,7 @@ def _describe_mlp(mlp: MlpKind) -> str:
         return f"an MLP {width}"
     groups = f" from {experts.top_groups} of {experts.groups} groups" if experts.groups > 1 else ""
     shared = f" and a shared one {experts.shared_width:,} wide" if experts.shared_width else ""
+    groups += ", chosen by sigmoids and a bias" if experts.scoring == "sigmoid" else ""
     return f"{experts.count} experts of which {experts.top_k}{groups}, each {width}{shared}"
 
 

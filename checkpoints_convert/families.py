@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 from kvjax.core.rope import yarn_length_factor
-from kvjax.models.kinds import Experts, Latent, LayerKind, MlpKind, QueryTemperature
+from kvjax.models.kinds import AttentionKind, Experts, Latent, LayerKind, MlpKind, QueryTemperature
 
 Values = Mapping[str, Any]
 """A config.json with the defaults of its family."""
@@ -172,6 +172,7 @@ JOINED_EXPERTS = (
     _rule(f"{LAYER}.mlp.experts.down_proj", f"{OURS}/mlp/down/kernel", "E D F -> E F D"),
 )
 """Experts as transformers 5 has them in memory, and saves them with save_original_format=False."""
+CHOICE_BIAS = _rule(f"{LAYER}.mlp.gate.e_score_correction_bias", f"{OURS}/mlp/choice_bias", "E -> E")
 SHARED_EXPERTS = tuple(
     _rule(f"{LAYER}.mlp.shared_experts.{theirs}", f"{OURS}/mlp/shared/{ours}", axes)
     for theirs, ours, axes in (
@@ -231,6 +232,13 @@ WRAPPERS = re.compile(r"^((module|_orig_mod|base_model\.model|pretrained_model)\
 def is_buffer(name: str, shape: tuple[int, ...]) -> bool:
     """Whether a tensor is no parameter but follows from the config, and is left aside."""
     return any(pattern.search(name) and is_one(shape) for pattern, is_one in BUFFERS.items())
+
+
+def is_later_layer(name: str, config: Mapping[str, Any], family: Family) -> bool:
+    """Whether a tensor is of a layer after the decoder's, which predicts tokens after the next one."""
+    layers, later = (config.get(x, family.defaults.get(x)) for x in ("num_hidden_layers", "num_nextn_predict_layers"))
+    match = re.search(r"(?<![^.])(layers|blk)\.(\d+)\.", name)
+    return bool(match and later and layers <= int(match[2]) < layers + later)
 
 
 def find_prefixes(names: Iterable[str]) -> tuple[str, str]:
@@ -327,7 +335,7 @@ class Family:
     longrope_names: tuple[str, ...] = ("longrope",)
     refine: Callable[[LayerKind, Values, int], LayerKind] = lambda kind, values, i: kind
     outside: Callable[[Values], dict[str, Any]] = lambda values: {}
-    find_unsupported: Callable[[Values], Iterator[str]] = lambda values: iter(())
+    find_unsupported: Callable[[Values], Iterable[str]] = lambda values: ()
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -389,6 +397,16 @@ GEMMA_KEYS = {
 GEMMA_LAYER = {"norms": "both", "unit_offset": True}
 GEMMA_3_KEYS = GEMMA_KEYS | {"sliding_window_pattern": COUNT, "rope_local_base_freq": NUMBER}
 EXPERT_KEYS = {"num_experts_per_tok": COUNT}
+SIGMOID_KEYS = EXPERT_KEYS | {
+    **dict.fromkeys(("n_routed_experts", "n_shared_experts", "moe_intermediate_size", "n_group", "topk_group"), COUNT),
+    **{"first_k_dense_replace": COUNT_OR_ZERO, "routed_scaling_factor": NUMBER, "norm_topk_prob": SWITCH},
+    "num_nextn_predict_layers": COUNT_OR_ZERO,
+}
+SIGMOID_ALIASES = {
+    "num_experts": "n_routed_experts",
+    "num_local_experts": "n_routed_experts",
+    "num_mtp_layers": "num_nextn_predict_layers",
+}
 
 
 def qwen_types(values: Values) -> list[str]:
@@ -483,8 +501,8 @@ def refine_gpt_oss(kind: LayerKind, values: Values, i: int) -> LayerKind:
     return replace(kind, attention=replace(kind.attention, sinks=True), mlp=mlp)
 
 
-def refine_deepseek_v2(kind: LayerKind, values: Values, i: int) -> LayerKind:
-    """DeepSeek-V2: latent attention in its absorbed form, and experts after the first layers."""
+def _make_latent(kind: LayerKind, values: Values) -> AttentionKind:
+    """Latent attention in its absorbed form."""
     rank, unrotated = values["kv_lora_rank"], values["qk_nope_head_dim"]
     rope = kind.attention.rope
     assert rope is not None
@@ -492,7 +510,7 @@ def refine_deepseek_v2(kind: LayerKind, values: Values, i: int) -> LayerKind:
     mscale = values[ROPE][""].get("mscale_all_dim")
     if rope.scaling is not None and mscale:
         scale *= yarn_length_factor(rope.scaling.factor, mscale) ** 2
-    attention = replace(
+    return replace(
         kind.attention,
         kv_heads=1,
         head_dim=rope.dim + rank,
@@ -500,21 +518,44 @@ def refine_deepseek_v2(kind: LayerKind, values: Values, i: int) -> LayerKind:
         scale=scale,
         latent=Latent(rank, unrotated, values["v_head_dim"], values["q_lora_rank"]),
     )
-    mlp = kind.mlp
-    if i >= values["first_k_dense_replace"]:
-        is_grouped = values["topk_method"] == IN_GROUPS
-        experts = Experts(
-            values["n_routed_experts"],
-            values["num_experts_per_tok"],
-            normalize=False,
-            factor=float(values["routed_scaling_factor"]),
-            shared_width=values["moe_intermediate_size"] * values["n_shared_experts"],
-            shared_bias=mlp.bias,
-            groups=values["n_group"] if is_grouped else 1,
-            top_groups=values["topk_group"] if is_grouped else 1,
-        )
-        mlp = replace(mlp, width=values["moe_intermediate_size"], bias=False, experts=experts)
-    return replace(kind, attention=attention, mlp=mlp)
+
+
+def _add_experts(mlp: MlpKind, values: Values, i: int, **how: Any) -> MlpKind:
+    """Experts in the layers after the first ones, and an MLP that all tokens pass."""
+    if i < values["first_k_dense_replace"]:
+        return mlp
+    experts = Experts(
+        values["n_routed_experts"],
+        values["num_experts_per_tok"],
+        factor=float(values["routed_scaling_factor"]),
+        shared_width=values["moe_intermediate_size"] * values["n_shared_experts"],
+        shared_bias=mlp.bias,
+        **how,
+    )
+    return replace(mlp, width=values["moe_intermediate_size"], bias=False, experts=experts)
+
+
+def refine_deepseek_v2(kind: LayerKind, values: Values, i: int) -> LayerKind:
+    """DeepSeek-V2: latent attention, and experts that are chosen by their logits."""
+    groups = (values["n_group"], values["topk_group"]) if values["topk_method"] == IN_GROUPS else (1, 1)
+    mlp = _add_experts(kind.mlp, values, i, normalize=False, groups=groups[0], top_groups=groups[1])
+    return replace(kind, attention=_make_latent(kind, values), mlp=mlp)
+
+
+def _add_sigmoid_experts(mlp: MlpKind, values: Values, i: int) -> MlpKind:
+    groups = {"groups": values["n_group"], "top_groups": values["topk_group"]}
+    return _add_experts(mlp, values, i, normalize=bool(values["norm_topk_prob"]), scoring="sigmoid", **groups)
+
+
+def refine_deepseek_v3(kind: LayerKind, values: Values, i: int) -> LayerKind:
+    """DeepSeek-V3: latent attention, and experts that are chosen by sigmoids and a bias."""
+    return replace(kind, attention=_make_latent(kind, values), mlp=_add_sigmoid_experts(kind.mlp, values, i))
+
+
+def refine_glm4_moe(kind: LayerKind, values: Values, i: int) -> LayerKind:
+    """GLM-4.5: norms of queries and keys in its larger model, and the experts of DeepSeek-V3."""
+    attention = replace(kind.attention, qk_norm="head" if values["use_qk_norm"] else "")
+    return replace(kind, attention=attention, mlp=_add_sigmoid_experts(kind.mlp, values, i))
 
 
 def _float_or_none(x: Any) -> float | None:
@@ -552,10 +593,28 @@ def _find_deepseek_problems(values: Values) -> Iterator[str]:
         yield f"scoring_func {values['scoring_func']!r:.80} is not supported; supported: 'softmax'"
     if values["moe_layer_freq"] != 1:
         yield f"moe_layer_freq {values['moe_layer_freq']!r:.80} is not supported; supported: 1"
+    yield from _find_heads_of_latent(values)
+
+
+def _find_heads_of_latent(values: Values) -> Iterator[str]:
     if values["num_key_value_heads"] not in (None, values["num_attention_heads"]):
         yield (
             f"num_key_value_heads {values['num_key_value_heads']} is not num_attention_heads; all heads of latent "
             "attention read one latent vector, so leave it out"
+        )
+
+
+def _find_sigmoid_problems(values: Values) -> Iterator[str]:
+    # These classes of transformers read neither key, and compute what they say here.
+    for key, supported in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
+        if values.get(key) not in (None, supported):
+            yield f"{key} {values[key]!r:.80} is not supported; supported: {supported!r}"
+    if values.get("moe_layer_freq") not in (None, 1):
+        yield f"moe_layer_freq {values['moe_layer_freq']!r:.80} is not supported; supported: 1"
+    if values.get("rope_interleave") is False:
+        yield (
+            "rope_interleave (false) is not supported; use a checkpoint whose rotated channels are in neighboring "
+            "pairs, as published"
         )
 
 
@@ -823,6 +882,51 @@ FAMILIES = {
         find_unsupported=_find_deepseek_problems,
     ),
 }
+FAMILIES["deepseek_v3"] = Family(
+    "DeepseekV3ForCausalLM",
+    COMMON
+    | {"vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61}
+    | {"num_attention_heads": 128, "max_position_embeddings": 4096, "bos_token_id": 0, "eos_token_id": 1}
+    | {"attention_bias": False, "first_k_dense_replace": 3, "kv_lora_rank": 512, "q_lora_rank": 1536}
+    | {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "rope_interleave": True}
+    | {"n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "moe_intermediate_size": 2048}
+    | {"n_group": 8, "topk_group": 4, "norm_topk_prob": True, "routed_scaling_factor": 2.5}
+    | {"num_nextn_predict_layers": 1},
+    tables=tuple(
+        (*OUTSIDE, *PRE_NORMS, *LATENT, *MLP, *experts, CHOICE_BIAS, *SHARED_EXPERTS)
+        for experts in (SPLIT_EXPERTS, JOINED_EXPERTS)
+    ),
+    switches=BIASES,
+    keys=SIGMOID_KEYS
+    | dict.fromkeys(("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), COUNT)
+    | {"q_lora_rank": COUNT_OR_NULL, "rope_interleave": SWITCH},
+    aliases=SIGMOID_ALIASES,
+    head_dim="qk_rope_head_dim",
+    refine=refine_deepseek_v3,
+    find_unsupported=lambda values: (*_find_sigmoid_problems(values), *_find_heads_of_latent(values)),
+)
+# Its own config.json names the class of DeepSeek-V3.
+FAMILIES["kimi_k2"] = FAMILIES["deepseek_v3"]
+FAMILIES["glm4_moe"] = Family(
+    "Glm4MoeForCausalLM",
+    COMMON
+    | {"vocab_size": 151552, "intermediate_size": 10944, "num_hidden_layers": 46, "num_attention_heads": 96}
+    | {"num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5}
+    | {"attention_bias": False, "use_qk_norm": False, "partial_rotary_factor": 0.5, "first_k_dense_replace": 1}
+    | {"n_routed_experts": 128, "n_shared_experts": 1, "num_experts_per_tok": 8, "moe_intermediate_size": 1408}
+    | {"n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0}
+    | {"num_nextn_predict_layers": 1},
+    tables=tuple(
+        (*OUTSIDE, *PRE_NORMS, *ATTENTION, *HEAD_NORMS, *MLP, *experts, CHOICE_BIAS, *SHARED_EXPERTS)
+        for experts in (SPLIT_EXPERTS, JOINED_EXPERTS)
+    ),
+    switches={"attention_bias": ("qkv_bias",)},
+    keys=SIGMOID_KEYS | {"use_qk_norm": SWITCH},
+    aliases=SIGMOID_ALIASES,
+    partial_rotary=True,
+    refine=refine_glm4_moe,
+    find_unsupported=_find_sigmoid_problems,
+)
 FAMILIES["gemma3_text"] = replace(
     FAMILIES["gemma2"],
     architecture="Gemma3ForCausalLM",

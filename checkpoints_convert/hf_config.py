@@ -53,7 +53,6 @@ REFUSED = {
 RELATIVES = {
     "llama4": "llama",
     "llama4_text": "llama",
-    "deepseek_v3": "deepseek_v2",
     "qwen3_next": "qwen3_moe",
     "gemma3n": "gemma3",
     "gemma3n_text": "gemma3",

@@ -58,6 +58,13 @@ class Architecture:
 
 
 EXPERTS = ("expert_count", "expert_used_count")
+SIGMOID_EXPERTS = (
+    *(*EXPERTS, "expert_shared_count", "expert_feed_forward_length", "expert_gating_func", "nextn_predict_layers"),
+    *("expert_group_count", "expert_group_used_count", "expert_weights_scale", "expert_weights_norm"),
+    "leading_dense_block_count",
+)
+SOFTMAX, SIGMOID = 1, 2
+"""Values of `expert_gating_func`."""
 WINDOW, PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 LOCAL_THETA = "rope.freq_base_swa"
 LOG_MULTIPLIER, GROWTH = "rope.scaling.yarn_log_multiplier", "attention.temperature_scale"
@@ -158,7 +165,7 @@ def read_olmo2(file: File) -> tuple[Entries, Problems]:
 
 
 def read_deepseek2(file: File) -> tuple[Entries, Problems]:
-    """DeepSeek-V2, in new files, whose heads are those of the absorbed form, and in old ones."""
+    """DeepSeek-V2 and V3, in new files, whose heads are those of the absorbed form, and in old ones."""
     own, problems = file.own, []
     counts = {
         "n_routed_experts": own.get("expert_count"),
@@ -173,14 +180,16 @@ def read_deepseek2(file: File) -> tuple[Entries, Problems]:
     wrong = [key for key, x in (*counts.items(), ("the width of a key", key_size)) if not is_integer(x) or x < 1]
     if wrong:
         return {}, [f"this GGUF file does not say {', '.join(wrong)} in positive integers; make it again"]
-    if own.get("expert_gating_func") not in (None, 0, 1):  # 1 is the softmax
+    kind, groups = own.get("expert_gating_func") or SOFTMAX, own.get("expert_group_count") or 1
+    if kind not in (SOFTMAX, SIGMOID):
         problems.append(
-            f"deepseek2.expert_gating_func is {own['expert_gating_func']!r:.60}: experts that are chosen otherwise "
-            "than by a softmax, as in DeepSeek-V3, are not supported; use a model of DeepSeek-V2"
+            f"deepseek2.expert_gating_func is {kind!r:.60}: experts that are chosen otherwise than by a softmax (1) or "
+            "by sigmoids (2) are not supported; use a model of DeepSeek-V2 or V3"
         )
-    if own.get("expert_weights_norm"):
-        problems.append("deepseek2.expert_weights_norm is true, which is not supported; use a model of DeepSeek-V2")
-    groups = own.get("expert_group_count") or 1
+    if own.get("expert_weights_norm") and kind == SOFTMAX:
+        problems.append(
+            "deepseek2.expert_weights_norm is true, which is not supported; use a model of DeepSeek-V2 or V3"
+        )
     entries = counts | {
         "q_lora_rank": own.get("attention.q_lora_rank") or None,
         "qk_nope_head_dim": key_size - counts["qk_rope_head_dim"],
@@ -188,16 +197,48 @@ def read_deepseek2(file: File) -> tuple[Entries, Problems]:
         "routed_scaling_factor": shortest_decimal(own.get("expert_weights_scale") or 1.0),
         "n_group": groups,
         "topk_group": own.get("expert_group_used_count") or 1,
-        "topk_method": IN_GROUPS if groups > 1 else "greedy",
         "num_key_value_heads": None,
         "head_dim": None,
     }
+    if kind == SIGMOID:
+        entries |= {"model_type": "deepseek_v3", "norm_topk_prob": bool(own.get("expert_weights_norm"))}
+        entries |= _read_later_layers(file)
+    else:
+        entries["topk_method"] = IN_GROUPS if groups > 1 else "greedy"
     scaling, stored = file.raw["rope_scaling"], own.get(LOG_MULTIPLIER)
     if stored and scaling is not None and scaling["rope_type"] == "yarn":
         # llama.cpp's converter writes a tenth of mscale_all_dim, and no mscale, which is equal to it in all models.
         mscale = round(shortest_decimal(stored) * 10, 6)
         entries["rope_scaling"] = scaling | {"mscale": mscale, "mscale_all_dim": mscale}
     return entries, problems
+
+
+def read_glm4_moe(file: File) -> tuple[Entries, Problems]:
+    """GLM-4.5; a file that does not say how experts are chosen means sigmoids."""
+    entries, problems = _read_experts(file, "n_routed_experts")
+    own, kind = file.own, file.own.get("expert_gating_func") or SIGMOID
+    if kind != SIGMOID:
+        problems.append(
+            f"glm4moe.expert_gating_func is {kind!r:.60}: experts that are chosen otherwise than by sigmoids (2) are "
+            "not supported; use a model of GLM-4.5"
+        )
+    entries |= {
+        "n_shared_experts": own.get("expert_shared_count"),
+        "moe_intermediate_size": own.get("expert_feed_forward_length"),
+        "first_k_dense_replace": own.get("leading_dense_block_count", 0),
+        "routed_scaling_factor": shortest_decimal(own.get("expert_weights_scale") or 1.0),
+        "norm_topk_prob": bool(own.get("expert_weights_norm")),
+        "n_group": own.get("expert_group_count") or 1,
+        "topk_group": own.get("expert_group_used_count") or 1,
+    }
+    return entries | _read_later_layers(file), problems
+
+
+def _read_later_layers(file: File) -> Entries:
+    """Reads the number of layers after the decoder's, which a file counts among its blocks."""
+    later = file.own.get("nextn_predict_layers") or 0
+    layers = file.raw["num_hidden_layers"] - later if is_integer(later) else later  # refused as no number of layers
+    return {"num_nextn_predict_layers": later, "num_hidden_layers": layers}
 
 
 def _read_experts(file: File, name: str) -> tuple[Entries, Problems]:
@@ -327,12 +368,11 @@ ARCHITECTURES = {
     "deepseek2": Architecture(
         "deepseek_v2",
         (
-            *(*EXPERTS, "expert_shared_count", "expert_feed_forward_length", "expert_gating_func"),
-            *("expert_group_count", "expert_group_used_count", "expert_weights_scale", "expert_weights_norm"),
-            *("attention.kv_lora_rank", "attention.q_lora_rank", "leading_dense_block_count"),
+            *(*SIGMOID_EXPERTS, "attention.kv_lora_rank", "attention.q_lora_rank"),
             *("attention.key_length_mla", "attention.value_length_mla", LOG_MULTIPLIER),
         ),
         read_deepseek2,
     ),
+    "glm4moe": Architecture("glm4_moe", SIGMOID_EXPERTS, read_glm4_moe),
 }
 """general.architecture -> what it says."""

@@ -182,6 +182,7 @@ def _translate(
         "attention_bias": "blk.0.attn_q.bias" in shapes,
         "attention_out_bias": "blk.0.attn_output.bias" in shapes,
         "mlp_bias": "blk.0.ffn_gate.bias" in shapes,
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in shapes,
         "bos_token_id": read_roles(metadata).get("bos"),
         "eos_token_id": read_end_ids(metadata),
     }

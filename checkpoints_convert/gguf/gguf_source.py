@@ -93,7 +93,9 @@ class GgufSource:
         for rule in (rule for table in tables for rule in table):
             for i in range(num_layers if "{i}" in rule.source else 1):
                 name = rule.source.format(i=i, e="{e}")
-                own_name = known.get_name(name, try_suffixes=(".weight", ".bias"))
+                # The one bias that is no parameter of a module, for which the package has the name of a module.
+                module = name.replace("e_score_correction_bias", "e_score_correction.bias")
+                own_name = known.get_name(module, try_suffixes=(".weight", ".bias"))
                 # A tensor that Hugging Face names without a suffix, such as gpt-oss' sinks, has one in the file.
                 own_name = own_name if own_name in self.stored else f"{own_name}.weight"
                 if own_name in self.stored and own_name not in found:

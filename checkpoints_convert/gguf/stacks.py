@@ -63,17 +63,15 @@ JOINED_EXPERTS = (
     Stack(f"{EXPERTS}.gate_up_proj", (f"{OWN}.ffn_gate_up_exps.weight",), lambda x: x),
     Stack(f"{EXPERTS}.down_proj", (DOWN,), lambda x: x),
 )
+LATENT = Stack(
+    f"{LAYER}.self_attn.kv_b_proj.weight", (f"{OWN}.attn_k_b.weight", f"{OWN}.attn_v_b.weight"), _join_latent
+)
 STACKS = {
     "mixtral": JOINED_EXPERTS,
     "qwen3_moe": JOINED_EXPERTS,
-    "deepseek_v2": (
-        *JOINED_EXPERTS,
-        Stack(
-            f"{LAYER}.self_attn.kv_b_proj.weight",
-            (f"{OWN}.attn_k_b.weight", f"{OWN}.attn_v_b.weight"),
-            _join_latent,
-        ),
-    ),
+    "deepseek_v2": (*JOINED_EXPERTS, LATENT),
+    "deepseek_v3": (*JOINED_EXPERTS, LATENT),
+    "glm4_moe": JOINED_EXPERTS,
     "gpt_oss": (
         Stack(f"{EXPERTS}.gate_up_proj", (GATE, UP), _interleave),
         Stack(

@@ -73,9 +73,9 @@ class RopeScaling:
         for name in ("truncate", "is_long", "is_fixed"):
             if not isinstance(getattr(self, name), bool):
                 raise KvjaxError(f"{name} of RoPE scaling must be true or false, got {getattr(self, name)!r:.80}")
-        if self.kind == "yarn" and self.beta_fast <= self.beta_slow:
+        if self.kind == "yarn" and self.beta_fast < self.beta_slow:
             raise KvjaxError(
-                f"beta_fast ({self.beta_fast:g}) of RoPE scaling 'yarn' must be above beta_slow ({self.beta_slow:g})"
+                f"beta_fast ({self.beta_fast:g}) of RoPE scaling 'yarn' must be at least beta_slow ({self.beta_slow:g})"
             )
         for name in ("short_factors", "long_factors"):
             x = getattr(self, name)

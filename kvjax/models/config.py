@@ -315,8 +315,11 @@ class Config:
         raw = self.llama_arguments()
         if raw is None:
             raw = dataclasses.asdict(self)
+            # So that configs of before these fields keep their text and digests.
+            for experts in (kind["mlp"]["experts"] for kind in raw["kinds"]):
+                if experts and experts["scoring"] == "softmax":
+                    del experts["scoring"]
             for attention in (kind["attention"] for kind in raw["kinds"]):
-                # So that configs of before these fields keep their text and digests.
                 for field in ("reads_layer", "query_temperature"):
                     if attention[field] is None:
                         del attention[field]

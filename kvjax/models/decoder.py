@@ -20,6 +20,7 @@ from kvjax.core.types import Array
 from kvjax.models.config import Config
 from kvjax.models.kinds import LayerKind, MlpKind
 from kvjax.models.layers import Linear, RMSNorm
+from kvjax.models.quantized_params import CHOICE_BIAS
 
 Angles = tuple[tuple[Array, ...], ...]
 """cos and sin, each f32[B T pairs], for each of the `ropes` of a config; then a factor f32[B T] of queries for each of
@@ -207,17 +208,29 @@ class MixtureOfExperts(nn.Module):
         """Chooses the experts of each token: indices i32[T top_k] and weights f32[T top_k]."""
         experts = self.kind.experts
         assert experts is not None
-        shape = (self.width, experts.count)
-        router = Linear("D E", shape, bias=experts.router_bias, dtype=self.dtype, name="router")
-        logits = router(x).astype(jnp.float32)
+        shape, is_sigmoid = (self.width, experts.count), experts.scoring == "sigmoid"
+        # In float32 where sigmoids are weights, as transformers has it: all are near one another, and rounding chooses.
+        linear = functools.partial(Linear, "D E", shape, bias=experts.router_bias, dtype=self.dtype)
+        logits = linear(in_float32=is_sigmoid, name="router")(x).astype(jnp.float32)
         candidates = logits
+        if is_sigmoid:
+            scores = jax.nn.sigmoid(logits)
+            # In float32 whatever the model's dtype is: biases are larger than the differences of the weights.
+            zeros: Any = nn.with_logical_partitioning(nn.initializers.zeros, ("E",))
+            bias: Any = self.param(CHOICE_BIAS, zeros, (experts.count,), jnp.float32)
+            candidates = scores + bias.astype(jnp.float32)[None]
         if experts.groups > 1:
-            by_group = logits.reshape(len(x), experts.groups, -1)
-            _, best = top_k(by_group.max(-1), experts.top_groups)
+            by_group = candidates.reshape(len(x), experts.groups, -1)
+            rank = top_k(by_group, 2)[0].sum(-1) if is_sigmoid else by_group.max(-1)
+            _, best = top_k(rank, experts.top_groups)
             is_candidate = jax.nn.one_hot(best, experts.groups).sum(1) > 0
             candidates = jnp.where(is_candidate[:, :, None], by_group, -jnp.inf).reshape(logits.shape)
         best, chosen = top_k(candidates, experts.top_k)
-        if experts.normalize:
+        if is_sigmoid:
+            weights = jnp.take_along_axis(scores, chosen, -1)
+            if experts.normalize:
+                weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
+        elif experts.normalize:
             weights = jax.nn.softmax(best, -1)
         else:
             weights = jnp.take_along_axis(jax.nn.softmax(logits, -1), chosen, -1)

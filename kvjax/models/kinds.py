@@ -18,6 +18,7 @@ from kvjax.utils.parameter_types import NonNegativeInt, PositiveFloat, Size, che
 
 QKNorm = Literal["", "head", "all"]
 Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
+Scoring = Literal["softmax", "sigmoid"]
 NormPlace = Literal["before", "after", "both"]
 
 
@@ -161,7 +162,11 @@ class Experts:
       shared_bias: whether the projections of that MLP have a bias.
       router_bias: whether the router has a bias.
       groups: equal groups of neighboring experts (DeepSeek-V2); 1 for none.
-      top_groups: groups that a token's experts are chosen from, those with the best single experts.
+      top_groups: groups that a token's experts are chosen from, those with the best single experts, or with "sigmoid"
+        those with the best sums of two.
+      scoring: what becomes of the router's logits. With "softmax" they choose the experts. With "sigmoid" (DeepSeek-V3)
+        each is a weight by itself, which `normalize` divides by the sum of the chosen ones, and a learned bias of each
+        expert is added to it for the choice.
     """
 
     count: Size
@@ -173,6 +178,7 @@ class Experts:
     router_bias: bool = False
     groups: Size = 1
     top_groups: Size = 1
+    scoring: Scoring = "softmax"
 
     def __post_init__(self):
         check_fields(self)
@@ -180,6 +186,11 @@ class Experts:
             raise KvjaxError(
                 f"{self.count} experts cannot be chosen from {self.top_groups} of {self.groups} equal groups; groups "
                 "must divide count, and top_groups be at most groups"
+            )
+        if self.scoring == "sigmoid" and self.groups > 1 and self.count < 2 * self.groups:
+            raise KvjaxError(
+                f"{self.groups} groups of {self.count} experts are ranked by their two best, and need two each; lower "
+                "groups"
             )
         candidates = self.count // self.groups * self.top_groups
         if self.top_k > candidates:

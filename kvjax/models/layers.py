@@ -46,6 +46,7 @@ class Linear(nn.Module):
     contract: int = 1  # number of input axes
     bias: bool = False
     dtype: jnp.dtype = jnp.float32
+    in_float32: bool = False  # whether the vectors and a kernel, which has no codes, are multiplied in float32
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
@@ -55,7 +56,10 @@ class Linear(nn.Module):
         # A `QuantizedKernel` may stand there too; Flax compares its codes' shape, the first leaf, with this one.
         kernel: Any = self.param("kernel", init, shape, self.dtype)
         # As one matrix product: a contraction over several axes makes XLA transpose the kernel each time.
-        y = matmul(x.reshape(-1, size_in), as_matrix(kernel, n)).reshape(*lead, *shape[n:])
+        matrix = as_matrix(kernel, n)
+        if self.in_float32:
+            x, matrix = x.astype(jnp.float32), matrix.astype(jnp.float32)
+        y = matmul(x.reshape(-1, size_in), matrix).reshape(*lead, *shape[n:])
         if self.bias:
             zeros: Any = nn.with_logical_partitioning(nn.initializers.zeros, names[n:])
             y = y + jnp.expand_dims(self.param("bias", zeros, shape[n:], self.dtype), range(len(lead)))

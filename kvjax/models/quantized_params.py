@@ -13,11 +13,14 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from kvjax.core.explicit_axes import leave_explicit_mesh
 from kvjax.core.quantized_kernel import CODE_RANGES, has_groups, quantize
 
+CHOICE_BIAS = "choice_bias"
+"""The parameter by which experts with sigmoids are chosen, in float32 in models of any dtype."""
 GROUPS = "groups"
 """The axis of a scale that counts groups of inputs. No mesh divides it, as a group may lie on two devices."""
 
@@ -67,6 +70,13 @@ def quantize_boxes(boxes: Mapping[str, Any], weights: str) -> dict[str, Any]:
 def is_codes(path: str) -> bool:
     """Whether a path, as "layer_0/attention/q/kernel/codes", leads to the codes of a kernel."""
     return path.endswith("/kernel/codes")
+
+
+def find_dtype(path: str, dtype: Any, stored: Any) -> np.dtype:
+    """Returns the dtype of a parameter in a model of `dtype`; `stored` is its own, which codes keep."""
+    if path.endswith(f"/{CHOICE_BIAS}"):
+        return np.dtype("float32")
+    return np.dtype(stored if is_codes(path) or dtype is None else dtype)
 
 
 def weights_of(dtypes: Mapping[str, Any]) -> str | None:

@@ -435,7 +435,7 @@ def test_inspect_says_that_images_are_not_read():
     names = load_file(ROOT / "loud" / "gemma3_vision" / "model.safetensors")
     count = sum("language_model" not in name for name in names)
     lines = describe(ROOT / "loud" / "gemma3_vision")
-    assert lines["convertible"] == f"yes, as a model of texts: {count} tensors that read images are left out"
+    assert lines["convertible"] == f"yes, as a decoder of texts: {count} tensors of other parts are left out"
 
 
 def test_inspect_says_why_not(hf, capsys):

@@ -6,10 +6,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+import kvjax
+from checkpoints_convert.check import check
 from checkpoints_convert.conversion_plan import plan_conversion
+from checkpoints_convert.convert import convert
 from checkpoints_convert.families import FAMILIES as MODEL_TYPES
 from checkpoints_convert.families import PREFIXES, find_prefixes, is_buffer
 from checkpoints_convert.source import Directory
+from kvjax.errors import KvjaxError
+from kvjax.models import checkpoint
 from kvjax.models.checkpoint import parameter_shapes
 from tests.fixtures import FAMILIES, LOUD, ROOT, load_family
 
@@ -142,6 +147,34 @@ def test_channels_with_position_come_first_and_in_halves(name, source):
     up = weights[f"{prefix}.kv_b_proj.weight"].reshape(N, U + attention.latent.value, R)
     np.testing.assert_array_equal(ours["key_up"], up[:, :U])
     np.testing.assert_array_equal(ours["value_up"], up[:, U:])
+
+
+def test_biases_by_which_experts_are_chosen_stay_in_float32(tmp_path):
+    weights = load_loud("deepseek_v3")
+    convert(ROOT / "loud" / "deepseek_v3", tmp_path / "model")
+    assert checkpoint.read_manifest(tmp_path / "model").dtype == "bfloat16"
+    assert check(ROOT / "loud" / "deepseek_v3", tmp_path / "model", compare_logits=False).tensors == len(weights)
+    model = kvjax.load(tmp_path / "model", dtype="bfloat16")
+    bias = model.params["layer_1"]["mlp"]["choice_bias"]
+    np.testing.assert_array_equal(bias, weights["model.layers.1.mlp.gate.e_score_correction_bias"])
+    assert (model.dtype, bias.dtype) == ("bfloat16", "float32")
+    assert np.any(bias != bias.astype("bfloat16").astype("float32"))
+    checkpoint.save(tmp_path / "again", model.config, model.params)
+    _, params = checkpoint.restore(tmp_path / "again")
+    np.testing.assert_array_equal(params["layer_1"]["mlp"]["choice_bias"], bias)
+    assert params["embedding"].dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(("later", "layer", "is_refused"), [(1, 3, False), (1, 4, True), (0, 3, True), (2, 4, False)])
+def test_layers_that_predict_later_tokens_are_left_out(hf, later, layer, is_refused):
+    editable = hf("loud/glm4_moe")
+    editable.config(num_nextn_predict_layers=later)
+    directory = editable.tensors(**{f"model__layers__{layer}__eh_proj__weight": np.ones((2, 2), np.float32)})
+    if is_refused:
+        with pytest.raises(KvjaxError, match=f"layers.{layer}.eh_proj.weight: no such tensor"):
+            plan_conversion(Directory(directory))
+    else:
+        assert plan_conversion(Directory(directory)).num_left_out == 1
 
 
 @pytest.mark.parametrize(

@@ -157,14 +157,19 @@ def _experts(kind: MlpKind, params: Any, x: np.ndarray) -> np.ndarray:
     e, y = kind.experts, np.zeros_like(x)
     assert e is not None
     router = _project(x, params["router"], "td,de->te")
+    is_sigmoid = e.scoring == "sigmoid"
     for t, s in enumerate(router):
-        best = s.copy()
+        best = 1 / (1 + np.exp(-s)) + _array(params["choice_bias"]) if is_sigmoid else s.copy()
         if e.groups > 1:
             groups = best.reshape(e.groups, -1)
-            closed = np.argsort(groups.max(-1))[: e.groups - e.top_groups]
-            groups[closed] = -np.inf
+            rank = np.sort(groups, -1)[:, -2:].sum(-1) if is_sigmoid else groups.max(-1)
+            groups[np.argsort(rank)[: e.groups - e.top_groups]] = -np.inf
         chosen = np.argsort(best)[::-1][: e.top_k]
-        w = _softmax(s[chosen]) if e.normalize else _softmax(s)[chosen]
+        if is_sigmoid:
+            w = 1 / (1 + np.exp(-s[chosen]))
+            w = w / w.sum() if e.normalize else w
+        else:
+            w = _softmax(s[chosen]) if e.normalize else _softmax(s)[chosen]
         for i, weight in zip(chosen, w, strict=True):
             expert = {name: {part: _array(z)[i] for part, z in params[name].items()} for name in ("gate", "up", "down")}
             y[t] += e.factor * weight * _mlp(kind, expert, x[t][None])[0]

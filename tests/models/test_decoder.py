@@ -22,7 +22,7 @@ from kvjax.engine.forward import exact_logits, layer_calls
 from kvjax.errors import KvjaxError
 from kvjax.models import Config, checkpoint, decoder
 from kvjax.models.decoder import MixtureOfExperts, output_projection_of
-from kvjax.models.kinds import AttentionKind, Experts, Latent, LayerKind, MlpKind, QueryTemperature
+from kvjax.models.kinds import AttentionKind, Experts, Latent, LayerKind, MlpKind, QueryTemperature, Scoring
 from kvjax.models.sharding import param_shardings
 from tests.models import decoder_oracle
 
@@ -55,10 +55,10 @@ def gpt_oss() -> Config:
     return Config(V, D, kinds, (0, 1))
 
 
-def deepseek(query_rank: int | None = 10) -> Config:
+def deepseek(query_rank: int | None = 10, scoring: Scoring = "softmax") -> Config:
     a = AttentionKind(4, 1, 4 + 12, Rope(4, 1e4, yarn_scaling(8.0, 16)), value_dim=12, scale=0.5)
     a = dataclasses.replace(a, latent=Latent(12, 6, 5, query_rank), qkv_bias=True, out_bias=True)
-    experts = Experts(8, 3, normalize=False, factor=1.7, shared_width=28, groups=4, top_groups=2)
+    experts = Experts(8, 3, scoring == "sigmoid", 1.7, shared_width=28, groups=4, top_groups=2, scoring=scoring)
     return Config(V, D, (LayerKind(a, MlpKind(40)), LayerKind(a, MlpKind(14, experts=experts))), (0, 1))
 
 
@@ -76,7 +76,7 @@ CONFIGS = {
     "olmo": olmo(),
     "gpt_oss": gpt_oss(),
     "deepseek": deepseek(),
-    "deepseek lite": deepseek(None),
+    "deepseek lite": deepseek(None, "sigmoid"),
     "narrow values": narrow_values(),
 }
 

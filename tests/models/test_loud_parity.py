@@ -131,6 +131,10 @@ def change(config: kvjax.models.Config, what: str, value) -> kvjax.models.Config
         ("deepseek_v2", "mlp.experts.top_groups", 3),
         ("deepseek_v2", "mlp.experts.factor", 1.0),
         ("deepseek_v2", "attention.scale", None),
+        ("deepseek_v3", "mlp.experts.scoring", "softmax"),
+        ("deepseek_v3", "mlp.experts.top_groups", 4),
+        ("glm4_moe", "mlp.experts.normalize", False),
+        ("glm4_moe", "attention.rope.dim", 8),
     ],
 )
 def test_what_a_family_differs_in_moves_the_logits(name, what, value):

@@ -21,7 +21,7 @@ FILE = Path(__file__).parents[1] / "fixtures" / "cached_layers.json"
 MODELS = [json.loads(line) for line in FILE.read_text(encoding="utf-8").splitlines()[1:]]
 """Decoders of transformers with their default sizes, and what their caches hold; see make_cached_layers.py."""
 REFUSED = {
-    "kv_lora_rank": "axk1 axk2 bailing_hybrid deepseek_v3 deepseek_v32 dots3_note_text glm4_moe_lite glm_moe_dsa hy_v4 "
+    "kv_lora_rank": "axk1 axk2 bailing_hybrid deepseek_v32 dots3_note_text glm4_moe_lite glm_moe_dsa hy_v4 "
     "kimi_linear minicpm3 sarvam_mla youtu",
     "is_encoder_decoder": "bigbird_pegasus",
     "prompt_types": "cpmant",
@@ -55,7 +55,10 @@ def test_layers_hold_what_the_caches_of_transformers_hold(model):
         return
     expected: collections.Counter = collections.Counter()
     for kv_heads, num_tokens, width, value_width, layers in model["held"]:
-        if name in ("deepseek_v2",):  # the latent vector and the rotated channels, which kvjax holds in one array
+        if name in (
+            "deepseek_v2",
+            "deepseek_v3",
+        ):  # the latent vector and the rotated channels, which kvjax holds in one array
             kv_heads, width, value_width = 1, width + value_width, width
         if num_tokens < tokens:  # its cache holds one token less than the window, which the next token completes
             num_tokens += 1

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from checkpoints_convert import package_models
+from kvjax.cache.accounting import full_bytes
 from kvjax.errors import KvjaxError
 from kvjax.planning.hardware import CATALOGUE, find_hardware
 from kvjax.planning.models import CONFIGURATIONS, find_model, read_config_json
@@ -83,11 +84,19 @@ def test_a_config_json_with_quantized_experts_is_read(tmp_path):
         assert any("quantized" in note for note in model.notes) and any("window" in note for note in model.notes)
 
 
+def test_deepseek_v3_is_planned_with_576_numbers_a_token_and_layer():
+    raw = {"model_type": "deepseek_v3", "quantization_config": {"quant_method": "fp8"}}
+    planned = read_config_json(raw, "v3", "config.json")
+    assert planned.parameters == 671_026_404_352 + 14_848 and planned.has_exact_weights
+    assert full_bytes(planned.config, [1024], "bfloat16") == 61 * (1024 * (2 * (512 + 64) + 4) + 4) + 4
+    assert any("quantization_config" in note for note in planned.notes)
+
+
 def test_what_cannot_be_planned_for_is_refused_by_name():
     with pytest.raises(KvjaxError, match=r"no model 'llama-3.1-8'; did you mean 'llama-3.1-8b'"):
         find_model("llama-3.1-8")
     with pytest.raises(KvjaxError, match="kv_lora_rank"):
-        read_config_json({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "deepseek", "config.json")
+        read_config_json({"model_type": "deepseek_v32", "kv_lora_rank": 512}, "deepseek", "config.json")
     with pytest.raises(KvjaxError, match="config.json has no num_hidden_layers"):
         read_config_json({"hidden_size": 64, "num_attention_heads": 4}, "x", "config.json")
     with pytest.raises(KvjaxError, match=r"unknown hardware 'h100x8'; did you mean 'h100'.*a100-40.*v7x.*--mesh 1x8"):

@@ -10,7 +10,6 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from kvjax.core.quantized_kernel import check_weights
@@ -18,7 +17,7 @@ from kvjax.errors import KvjaxError
 from kvjax.models import Config
 from kvjax.models.checkpoint.chunks import DamagedChunk, plain_path, read_array
 from kvjax.models.checkpoint.manifest import PARTS, WHOLE_PARTS, Manifest, part_digest, part_names, read_manifest
-from kvjax.models.quantized_params import is_codes, quantize_params
+from kvjax.models.quantized_params import find_dtype, quantize_params
 from kvjax.utils.arguments import float_type
 from kvjax.utils.files import expand_user
 
@@ -60,7 +59,7 @@ def read_part(
     problem = None
     try:
         places, tree = _find_shardings(shardings, flat), functools.partial(unflatten_dict, sep="/")
-        types = {path: np.dtype(x["dtype"] if is_codes(path) else dtype or x["dtype"]) for path, x in flat.items()}
+        types = {path: find_dtype(path, dtype, x["dtype"]) for path, x in flat.items()}
         if not folder.is_dir():
             problem = "is missing"
         elif record.version != WHOLE_PARTS:

@@ -32,7 +32,7 @@ from kvjax.models.checkpoint.manifest import (
     parameter_axes,
     part_names,
 )
-from kvjax.models.quantized_params import is_codes, weights_of
+from kvjax.models.quantized_params import CHOICE_BIAS, find_dtype, is_codes, weights_of
 from kvjax.utils.arguments import float_type
 from kvjax.utils.files import Unwritable, expand_user, lock, make_folder
 
@@ -51,7 +51,7 @@ class Writer:
     Args:
       directory: destination.
       config: of the model.
-      dtype: leaves are cast to it, but for codes.
+      dtype: leaves are cast to it, but for codes and biases of the choice of experts.
       source: description of the origin.
       extra_files: contents by file name, as those of a tokenizer.
       replace: whether an existing checkpoint may be replaced; it stays until the new one is complete.
@@ -99,7 +99,7 @@ class Writer:
         """Writes one top-level entry of the parameters: a tree of arrays, or an array for `embedding`."""
         arrays = flatten_dict({name: subtree}, sep="/")
         flat = {path: np.asarray(x) for path, x in arrays.items()}
-        flat = {path: x if is_codes(path) else x.astype(self.dtype, copy=False) for path, x in flat.items()}
+        flat = {path: x.astype(find_dtype(path, self.dtype, x.dtype), copy=False) for path, x in flat.items()}
         axes = parameter_axes(self.config, weights_of({path: x.dtype for path, x in flat.items()}))
         chunks = {
             path: choose_chunk_shape(x.shape, axes.get(path, ()), x.dtype.itemsize, self.config)
@@ -157,7 +157,7 @@ def save(directory, config: Config, params: Mapping[str, Any], *, source="", ext
     flat: dict[str, Any] = flatten_dict(nn.unbox(params), sep="/")
     weights = weights_of({p: x.dtype for p, x in flat.items()})
     check_shapes(config, {p: jnp.shape(x) for p, x in flat.items()}, "the parameter tree", weights)
-    dtypes = {np.dtype(x.dtype) for p, x in flat.items() if not is_codes(p)}
+    dtypes = {np.dtype(x.dtype) for p, x in flat.items() if not is_codes(p) and not p.endswith(f"/{CHOICE_BIAS}")}
     dtype = dtypes.pop() if len(dtypes) == 1 else np.dtype("float32")
     with Writer(directory, config, dtype, source, extra_files=extra_files, replace=replace) as writer:
         for name in part_names(flat):

@@ -18,9 +18,11 @@ from tests.checkpoints_convert.gguf.gguf_files import NAMES, add_value, interlea
 
 ARCHITECTURES = {
     "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
     "gemma": "gemma",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
+    "glm4_moe": "glm4moe",
     "gpt_oss": "gpt-oss",
     "granite": "granite",
     "llama": "llama",
@@ -83,12 +85,14 @@ def own_tensors(config: dict[str, Any], tensors: dict[str, np.ndarray]) -> dict[
             found[f"{own}.ffn_down_exps.bias"] = x
         elif inside == "self_attn.sinks":
             found[f"{own}.attn_sinks.weight"] = x
+        elif inside == "mlp.gate.e_score_correction_bias":
+            found[f"{own}.exp_probs_b.bias"] = x
         elif module == "self_attn.kv_b_proj":
             by_head = x.reshape(config["num_attention_heads"], -1, x.shape[-1])
             found[f"{own}.attn_k_b.weight"] = by_head[:, : config["qk_nope_head_dim"]].swapaxes(1, 2)
             found[f"{own}.attn_v_b.weight"] = by_head[:, config["qk_nope_head_dim"] :]
         elif module == "post_attention_layernorm":
-            is_after = kind in ("gemma2", "gemma3_text", "gpt_oss", "olmo2", "olmo3", "seed_oss")
+            is_after = kind in ("gemma2", "gemma3_text", "glm4_moe", "gpt_oss", "olmo2", "olmo3", "seed_oss")
             found[f"{own}.{'post_attention_norm' if is_after else 'ffn_norm'}.weight"] = x
         else:
             heads = {"self_attn.q_proj": "num_attention_heads", "self_attn.k_proj": "num_key_value_heads"}.get(module)
@@ -178,7 +182,9 @@ def own_metadata(config: dict[str, Any]) -> dict[str, Any]:
         keys["attention.temperature_scale"] = rope["llama_4_scaling_beta"]
     if kind == "gpt_oss":
         keys["expert_feed_forward_length"] = config["intermediate_size"]
-    if kind == "deepseek_v2":
+    if kind in ("deepseek_v3", "glm4_moe"):
+        keys |= {"expert_gating_func": 2, "expert_weights_norm": config["norm_topk_prob"]}
+    if kind in ("deepseek_v2", "deepseek_v3"):
         rank, rotated = config["kv_lora_rank"], config["qk_rope_head_dim"]
         keys |= {"attention.key_length": rank + rotated, "attention.value_length": rank, "attention.head_count_kv": 1}
         keys["rope.dimension_count"] = rotated

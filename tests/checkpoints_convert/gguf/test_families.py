@@ -30,9 +30,11 @@ from tests.fixtures import ROOT
 CHANGES = {
     "deepseek_v2": {"attention_bias": False, "mlp_bias": False},
     "deepseek_v2_lite": {},
+    "deepseek_v3": {"attention_bias": False},
     "gemma": {},
     "gemma2": {"query_pre_attn_scalar": 8},
     "gemma3": {"query_pre_attn_scalar": 8},
+    "glm4_moe": {},
     "gpt_oss": {"swiglu_alpha": None, "swiglu_limit": None},
     "granite": {},
     "llama_yarn": {},
@@ -53,14 +55,16 @@ def directory(hf, request) -> Path:
     name = request.param
     editable = hf(f"loud/{name}")
     changes = dict(CHANGES[name])
-    if name == "deepseek_v2":
+    if name in ("deepseek_v2", "deepseek_v3"):
+        changes["rope_parameters"] = None
+        changes["rope_theta"] = 100.0
         changes["rope_scaling"] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
         changes["rope_scaling"] |= {"mscale": 0.6, "mscale_all_dim": 0.6}
     layers = changes.get("num_hidden_layers", 9)
     kept = {}
     for tensor, x in load_file(editable.file).items():
         layer = re.match(r"model\.layers\.(\d+)\.", tensor)
-        if (layer and int(layer[1]) >= layers) or (name == "deepseek_v2" and tensor.endswith(".bias")):
+        if (layer and int(layer[1]) >= layers) or (name.startswith("deepseek_v") and tensor.endswith(".bias")):
             continue
         kept[tensor] = x
         if name == "smollm3" and layer and layer[1] == "0":  # the fourth layer, which has no RoPE
@@ -265,7 +269,9 @@ def test_yarn_and_longrope_have_the_parameters_of_the_file(hf, tmp_path):
         ("granite", {"rope__scaling__finetuned": False}, "a model without RoPE, which is not supported"),
         ("granite", {"logit_scale": None}, "must have the number 'granite.logit_scale'"),
         ("granite", {"expert_count": 8}, "granite.expert_count = 8"),
-        ("deepseek_v2_lite", {"expert_gating_func": 2}, "expert_gating_func is 2.*DeepSeek-V3"),
+        ("deepseek_v2_lite", {"expert_gating_func": 3}, "expert_gating_func is 3.*DeepSeek-V2 or V3"),
+        ("glm4_moe", {"expert_gating_func": 1}, "expert_gating_func is 1.*use a model of GLM-4.5"),
+        ("glm4_moe", {"rope__dimension_sections": [2, 1, 1]}, "glm4moe.rope.dimension_sections"),
         ("deepseek_v2_lite", {"expert_weights_norm": True}, "expert_weights_norm is true"),
         ("deepseek_v2_lite", {"attention__kv_lora_rank": None}, "does not say kv_lora_rank in positive integers"),
         ("mixtral", {"expert_used_count": None}, "positive integers under expert_count, expert_used_count"),
