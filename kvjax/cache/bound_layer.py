@@ -148,8 +148,8 @@ class MethodLayer:
 
     def num_slots(self, prompt_tokens: int, headroom_tokens: int) -> int:
         """Slots for a prompt of this length and `headroom_tokens` more."""
-        if self.method.decode:  # its number of slots is constant
-            return self.method.decode.num_slots()
+        if self.method.decode:
+            return self.method.decode.num_slots_of_text(prompt_tokens + headroom_tokens)
         return self._slots(prompt_tokens).main + headroom_tokens
 
     def num_kept(self, prompt_tokens: int) -> int:

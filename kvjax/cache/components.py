@@ -167,6 +167,14 @@ class Policy:
         """Slots of the layer: the tokens that stay after a step, and the next one."""
         ...
 
+    def num_slots_of_text(self, text_tokens: int) -> int:
+        """Slots of the layer for texts of so many tokens, where they depend on that; the base's do not."""
+        return self.num_slots()
+
+    def is_constant(self, components: Components) -> bool:
+        """Whether the layer's slots are equally many for all texts, over a method's other components."""
+        return True
+
     def num_kept(self, prompt: int) -> int:
         """Most tokens that a prompt of `prompt` tokens leaves."""
         return min(prompt, self.num_slots() - 1)

@@ -106,7 +106,7 @@ class Method(Components):
         return Traits(
             evicts=self.select is not None or self.decode is not None,
             exact=on_device == Method(),
-            constant=self.decode is not None,
+            constant=self.decode is not None and self.decode.is_constant(self),
             host=isinstance(self.k, Host)
             or isinstance(self.v, Host)
             or (self.side_store is not None and self.side_store.uses_host_memory),

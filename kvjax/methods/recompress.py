@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 
 import jax.numpy as jnp
@@ -31,8 +32,10 @@ class Recompress(kv.Policy):
                 f"recompress:every={self.every} makes an eviction method's selection again and finds none; compose it "
                 "with one, as in 'snapkv:budget=256 + recompress:every=128'"
             )
-        if select.max_kept() is None:
-            raise kv.IncompatibleMethod(f"{select.budget} grows with the text; give a budget in tokens")
+        if select.max_kept() is None and not select.budget.is_fraction:
+            raise kv.IncompatibleMethod(
+                f"{select.budget} grows with the text; give a budget in tokens, or a fraction such as 25%"
+            )
         if components.merge is not None or components.layer_budgets is not None:
             raise kv.IncompatibleMethod(
                 f"component `decode`, {self}, cannot work with components `merge` and `layer_budgets`: lost tokens are "
@@ -46,28 +49,47 @@ class Recompress(kv.Policy):
             )
 
     def with_selection(self, selection: kv.PromptSelection) -> kv.Policy:
-        budget = selection.select.max_kept()
-        assert budget is not None
-        return RepeatedSelection(self.every, selection, budget)
+        return RepeatedSelection(self.every, selection)
+
+    def is_constant(self, components: kv.Components) -> bool:
+        return components.select is None or components.select.max_kept() is not None
 
 
 @dataclasses.dataclass(frozen=True)
 class RepeatedSelection(kv.Policy):
     """`Recompress` over the selection of a layer.
 
+    A budget that is a fraction is one of all tokens of the text so far.
+
     Args:
       every: as in `Recompress`.
       selection: that is made again.
-      budget: tokens of a head after a selection.
     """
 
     every: int
     selection: kv.PromptSelection
-    budget: int
 
     def num_slots(self) -> int:
+        budget = self.selection.select.max_kept()
+        assert budget is not None  # else the slots are those of a text
         # One slot stays empty, for the padding of a sequence that waits while others of the batch get a token.
-        return self.budget + self.every + 1
+        return budget + self.every + 1
+
+    def num_slots_of_text(self, text_tokens: int) -> int:
+        select = self.selection.select
+        return self.num_slots() if select.max_kept() is not None else select.num_kept(text_tokens) + self.every + 1
+
+    def num_kept(self, prompt: int) -> int:
+        return prompt if self.selection.select.max_kept() is None else super().num_kept(prompt)
+
+    def _target(self, num_tokens: kv.Array, slots: int) -> kv.Array | int:
+        """Tokens that heads keep of texts of i32[B 1] tokens, in a state of so many slots."""
+        select = self.selection.select
+        if (budget := select.max_kept()) is not None:
+            return budget
+        # No text of this state has more tokens than the first that would fill all slots.
+        longest = bisect.bisect_left(range(2**31 - 1), slots, key=select.budget.num_kept)
+        return jnp.asarray(select.num_kept_by_length(longest))[jnp.minimum(num_tokens, longest)]
 
     def init(
         self, spec: kv.LayerSpec, block: kv.KVBlock, observation: kv.Observation | None, slots: int
@@ -97,10 +119,11 @@ class RepeatedSelection(kv.Policy):
             new_q = kv.memory.put(ring.q.reshape(B, K * G, W, H), q.reshape(B, K * G, 1, H), at).reshape(ring.q.shape)
             new_pos = kv.memory.put(ring.pos[:, None], q_pos[:, None], at)[:, 0]
             state = dataclasses.replace(state, policy_state=ring._replace(q=new_q, pos=new_pos))
-        is_full = ~kv.over_heads.any((state.pos >= 0).sum(2) < self.budget + self.every)[:, 0]
+        target = self._target(q_pos + 1, state.pos.shape[2])
+        is_full = ~kv.over_heads.any((state.pos >= 0).sum(2) < target + self.every)[:, 0]
         # A sequence without a token in this step waits, because its own next query has to be observed first.
         is_due = is_full & (q_pos[:, 0] >= 0)
-        return lax.cond(is_due.any(), lambda s: self._select_again(storage, s, is_due), lambda s: s, state)
+        return lax.cond(is_due.any(), lambda s: self._select_again(storage, s, is_due, q_pos), lambda s: s, state)
 
     def after_token(
         self, spec: kv.LayerSpec, state: kv.LayerState, weights: kv.Array | None, q_pos: kv.Array
@@ -110,13 +133,16 @@ class RepeatedSelection(kv.Policy):
     def read_bytes(self, storage: kv.KVStorage, state: kv.LayerState) -> kv.StepBytes:
         return kv.StepBytes()  # a new selection is made once in `every` steps; in the others a query is written
 
-    def _select_again(self, storage: kv.KVStorage, state: kv.LayerState, is_due: kv.Array) -> kv.LayerState:
+    def _select_again(
+        self, storage: kv.KVStorage, state: kv.LayerState, is_due: kv.Array, q_pos: kv.Array
+    ) -> kv.LayerState:
         """Evicts the tokens that a new selection leaves out, in the sequences that are due, bool[B]."""
         S = state.pos.shape[2]
         # The selection expects a prompt: tokens in the order of their positions, empty slots last.
         order = jnp.argsort(jnp.where(state.pos < 0, jnp.iinfo(jnp.int32).max, state.pos), axis=2).astype(jnp.int32)
         block = kv.gather_tokens(storage.decode(state.k, state.v, state.pos), order)
-        num_kept = jnp.where(is_due, self.budget, (state.pos >= 0).sum(2, dtype=jnp.int32)[:, 0])
+        target = jnp.broadcast_to(self._target(jnp.maximum(q_pos, 0), S), q_pos.shape)[:, 0]
+        num_kept = jnp.where(is_due, target, (state.pos >= 0).sum(2, dtype=jnp.int32)[:, 0])
         chosen = select_slots(self.selection, block, state.policy_state, num_kept, S).slots
         slot = jnp.take_along_axis(jnp.broadcast_to(order, chosen.shape), jnp.maximum(chosen, 0), 2)
         slot = jnp.where(chosen >= 0, slot, S)
@@ -138,7 +164,8 @@ def latest_queries(observation: kv.Observation, count: int) -> kv.Observation:
 def recompress(every: int = 128) -> kv.Method:
     """Returns an eviction method to its budget whenever `every` tokens have been decoded, in constant memory.
 
-    Use it as in 'snapkv:budget=256 + kvcrush + recompress:every=128'. The scorer observes the latest queries.
+    Use it as in 'snapkv:budget=256 + kvcrush + recompress:every=128'. The scorer observes the latest queries. A budget
+    that is a fraction, 'snapkv:budget=25% + recompress:every=384', is one of the whole text and grows with it.
 
     Formula:
       whenever budget + every tokens are cached, the selection is made again by the latest queries
@@ -146,7 +173,8 @@ def recompress(every: int = 128) -> kv.Method:
     Differs:
       kvpress compresses after a step's attention, here before the next token comes in, whose query is observed too;
       kvpress also counts steps below its target, and rotates every buffered query to the newest position. A cache that
-      begins empty (`kvjax.functional.empty`) selects without a model's learned sinks.
+      begins empty (`kvjax.functional.empty`) selects without a model's learned sinks. Under a fraction f `every` counts
+      tokens above the target, where kvpress' `CompressionRatioDecodingPress` counts steps: every = (1 - f) interval.
 
     Args:
       every: decoded tokens between compressions (kvpress: 512).

@@ -606,6 +606,14 @@ CASES = (
         recompress_bytes(7 + 2 + 1),
         variant="over kvcrush",
     ),
+    # The battery's text has at most 24 tokens, of which half is kept.
+    MethodCase(
+        "recompress",
+        "snapkv:budget=50%,window=2,kernel=3 + recompress:every=3",
+        "",
+        recompress_bytes(12 + 3 + 1),
+        variant="a fraction of the text",
+    ),
     sized_case("rekv", "rekv:topk={},block=2,sinks=1,recent=2", 1, 99, rekv_bytes),
     sized_case("rerotated", "snapkv:budget={},window=2,kernel=3 + rerotated", 6, 100, selection_bytes(6)),
     sized_case(

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 import pytest
 
+import kvjax
 from kvjax import KvjaxError
 from kvjax.cache.protocol import Traits
 from kvjax.core import memory
@@ -729,3 +730,10 @@ def test_what_says_nothing_is_an_error(model):
         check("snapkv:budget=100%,window=2 + int4", model)
     with pytest.raises(KvjaxError, match="length must be an integer from 3"):
         check_method("full", model, length=1)
+
+
+@pytest.mark.parametrize("text", ["locret:budget=4,recent=1", "fastkvzip:budget=4"])
+def test_a_method_whose_table_fits_no_lone_layer_breaks_no_rule_of_such_a_layer(text):
+    """Its scorer reads the table when the prompt comes, or when all layers have it."""
+    run = types.SimpleNamespace(method=kvjax.parse(text))
+    assert rules.find_ignored_kind(run) == ""

@@ -22,6 +22,7 @@ COMPARED = {
     "CURPress": "cur",
     "ChunkKVPress": "chunkkv",
     "CompactorPress": "compactor",
+    "CompressionRatioDecodingPress": "decoding_of_text_keydiff",
     "CriticalAdaKVPress": "criticaladakv",
     "CriticalKVPress": "criticalkv",
     "DMSPress": "dms",
@@ -53,7 +54,7 @@ COMPARED = {
 """The presses that tests/methods/test_public_eviction.py compares with ours, and the names of their cases there."""
 
 OTHERS = """
-BasePress BlockPress CAMPress CapPress ChunkPress ComposedPress CompressionRatioDecodingPress
+BasePress BlockPress CAMPress CapPress ChunkPress ComposedPress
 EntropyGatedChunkKVPress KVComposePress KVPressTextGenerationPipeline KVgradPress PerLayerCompressionPress
 RandomPress RestoreKVPress ScorerPress SimLayerKVPress
 """.split()
