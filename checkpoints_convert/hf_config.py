@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeGuard
 
-from checkpoints_convert import mxfp4
+from checkpoints_convert import fp8, mxfp4
 from checkpoints_convert.families import (
     COUNT,
     COUNT_OR_NULL,
@@ -268,7 +268,7 @@ _SCALING_VALUES = {
 def _find_unsupported(values: Raw, family: Family) -> Iterator[str]:
     """Yields what would change the numbers and is not supported, each with its remedy."""
     for key, remedy in REFUSED.items():
-        is_read = key == "quantization_config" and mxfp4.is_used(values)
+        is_read = key == "quantization_config" and (mxfp4.is_used(values) or fp8.read_block(values) is not None)
         if values.get(key) and not is_read:
             yield f"{key} ({values[key]!r:.80}) is not supported; {remedy}"
     activation = values[family.activation]

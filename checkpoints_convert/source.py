@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from checkpoints_convert import mxfp4
+from checkpoints_convert import fp8, mxfp4
 from kvjax.errors import KvjaxError, escape_unprintable
 from kvjax.models import chat_template, checkpoint, tokenizer
 from kvjax.models.tokenizer import Tokenizer
@@ -98,7 +98,10 @@ class Directory:
             self.config: dict[str, Any] = config
             self.generation = self._read_json("generation_config.json")
             self.stored, problem = self._read_headers()
+            self.block = fp8.read_block(config)
             self.tensors = mxfp4.list_tensors(self.stored) if mxfp4.is_used(config) else self.stored
+            if self.block is not None:
+                self.tensors = fp8.list_tensors(self.stored, self.block)
         if problem is not None:
             raise KvjaxError(problem)
 
@@ -136,6 +139,12 @@ class Directory:
         """Reads one tensor; the file is mapped for this call only, so nothing else stays in memory."""
         if name not in self.stored:
             return mxfp4.dequantize(*(self.read(name + end) for end in (mxfp4.BLOCKS, mxfp4.SCALES)))
+        if self.block is not None and self.tensors[name].dtype != self.stored[name].dtype:
+            codes = fp8.read_codes(self.stored[name], name)
+            return fp8.dequantize(codes, self._load(name + fp8.SCALES), self.block)
+        return self._load(name)
+
+    def _load(self, name: str) -> np.ndarray:
         with safe_open(self.stored[name].file, framework="np") as f:
             return f.get_tensor(name)
 

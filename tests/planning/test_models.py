@@ -10,7 +10,7 @@ from checkpoints_convert import package_models
 from kvjax.cache.accounting import full_bytes
 from kvjax.errors import KvjaxError
 from kvjax.planning.hardware import CATALOGUE, find_hardware
-from kvjax.planning.models import CONFIGURATIONS, find_model, read_config_json
+from kvjax.planning.models import CONFIGURATIONS, QUANTIZED, find_model, read_config_json
 
 PUBLISHED = {  # numbers of the safetensors files on the hub; gemma's without its vision tower
     "llama-3.1-8b": 8_030_261_248,
@@ -89,7 +89,7 @@ def test_deepseek_v3_is_planned_with_576_numbers_a_token_and_layer():
     planned = read_config_json(raw, "v3", "config.json")
     assert planned.parameters == 671_026_404_352 + 14_848 and planned.has_exact_weights
     assert full_bytes(planned.config, [1024], "bfloat16") == 61 * (1024 * (2 * (512 + 64) + 4) + 4) + 4
-    assert any("quantization_config" in note for note in planned.notes)
+    assert planned.notes == (QUANTIZED,)
 
 
 def test_what_cannot_be_planned_for_is_refused_by_name():
