@@ -82,6 +82,21 @@ class AttentionPattern(Protocol):
         ...
 
 
+@runtime_checkable
+class TileSkipping(AttentionPattern, Protocol):
+    """A pattern under which a query also leaves out whole tiles of the keys that it could read, by their logits.
+
+    Attributes:
+      tile: keys of a tile; tiles are counted from position 0.
+    """
+
+    tile: int
+
+    def skips(self, largest: Float32[Array, "..."], before: Float32[Array, "..."]) -> Bool[Array, "..."]:
+        """Whether a query skips a tile with this largest logit, after tiles with the largest logit `before`."""
+        ...
+
+
 def scores(q: Float[Array, "B K G T H"], k: Float[Array, "B K S H"]) -> Float32[Array, "B K G T S"]:
     """Computes scaled dot products of queries and keys."""
     return _dot_products(q, k) * q.shape[-1] ** -0.5
@@ -166,7 +181,18 @@ def attend_dense(
     readable = None
     if pattern is not None:
         readable = pattern.is_visible(block.pos[:, :, None, None, :], q_pos[:, None, None, :, None])
-    return attend_scores(rule.logits(scores(q, block.k), block.pos, q_pos, block.bias, readable), block.v)
+    s = rule.logits(scores(q, block.k), block.pos, q_pos, block.bias, readable)
+    return attend_scores(_mask_skipped(s, pattern) if isinstance(pattern, TileSkipping) else s, block.v)
+
+
+def _mask_skipped(s: Float32[Array, "B K G T S"], pattern: TileSkipping) -> Float32[Array, "B K G T S"]:
+    """Masks the tiles that queries skip; slots are positions, as in a prompt."""
+    tiles = jnp.moveaxis(split_blocks(s, 4, pattern.tile, MASKED_LOGIT), 0, 4)  # [B K G T tiles n]
+    largest = tiles.max(-1)
+    # A skipped tile has no largest logit so far, so that those of all tiles before are those of the read ones.
+    before = lax.cummax(jnp.pad(largest, [(0, 0)] * 4 + [(1, 0)], constant_values=MASKED_LOGIT)[..., :-1], 4)
+    masked = jnp.where(pattern.skips(largest, before)[..., None], MASKED_LOGIT, tiles)
+    return masked.reshape(*s.shape[:4], -1)[..., : s.shape[4]]
 
 
 def combine(a: Partial, b: Partial) -> Partial:
@@ -275,6 +301,8 @@ def causal_attention_with_lse(
         q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     # As many blocks as `block` asks for, of equal size: a short last one would be padded to a whole one.
     q_block, k_block = (-(-n // -(-n // block)) for n in (T, k.shape[2]))
+    if isinstance(pattern, TileSkipping):
+        k_block = pattern.tile
     queries = split_blocks(q, 3, q_block)
     k, v = (jnp.pad(x, [(0, 0), (0, 0), (0, -x.shape[2] % k_block), (0, 0)]) for x in (k, v))
     keys = _KeyBlocks(k, v, k_block, rule, pattern)
@@ -289,7 +317,7 @@ def causal_attention_with_lse(
     return out[:, :, :, :T], lse[..., :T]
 
 
-def split_blocks(x: Array, axis: int, n: int, padding: int = 0) -> Array:
+def split_blocks(x: Array, axis: int, n: int, padding: float = 0) -> Array:
     """Splits an axis into (count, n), the last block padded; `count` becomes the first axis, as `lax.map` needs it."""
     x = jnp.pad(x, [(0, -x.shape[axis] % n if i == axis else 0) for i in range(x.ndim)], constant_values=padding)
     return jnp.moveaxis(x.reshape(*x.shape[:axis], -1, n, *x.shape[axis + 1 :]), axis, 0)
@@ -346,8 +374,17 @@ class _KeyBlocks(NamedTuple):
                 mask &= self.pattern.is_visible(s_pos[:, :, None, None, :], t_pos[:, None, None, :, None])
             s = jnp.where(mask, s, MASKED_LOGIT)
         # Scaled after the maximum: otherwise XLA:CPU writes a scaled copy of all scores to take it.
-        m = jnp.maximum(acc.m, lax.stop_gradient(s.max(-1) * scale))
-        # A query that sees no slot yet adds weights of exp(0) here. Its own token, its last at the latest, gives it a
-        # real maximum, and `shrink` is then exp(MASKED_LOGIT * scale) = 0.
-        p, shrink = jnp.exp(s * scale - m[..., None]), jnp.exp(acc.m - m)
-        return Partial(acc.o * shrink[..., None] + mix(p, v), m, acc.l * shrink + p.sum(-1))
+        largest = lax.stop_gradient(s.max(-1) * scale)
+        m = jnp.maximum(acc.m, largest)
+
+        def add(acc: Partial, skipped: Array | None) -> Partial:
+            # A query that sees no slot yet adds weights of exp(0) here. Its own token, its last at the latest, gives it
+            # a real maximum, and `shrink` is then exp(MASKED_LOGIT * scale) = 0.
+            p, shrink = jnp.exp(s * scale - m[..., None]), jnp.exp(acc.m - m)
+            p = p if skipped is None else jnp.where(skipped[..., None], 0.0, p)
+            return Partial(acc.o * shrink[..., None] + mix(p, v), m, acc.l * shrink + p.sum(-1))
+
+        if not isinstance(self.pattern, TileSkipping):
+            return add(acc, None)
+        skipped = self.pattern.skips(largest, acc.m)
+        return lax.cond(skipped.all(), lambda acc: acc, lambda acc: add(acc, skipped), acc)

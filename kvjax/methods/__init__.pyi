@@ -79,6 +79,7 @@ from .saq import saq as saq
 from .scissorhands import scissorhands as scissorhands
 from .shadowkv import shadowkv as shadowkv
 from .sinks_and_recent import sinks_and_recent as sinks_and_recent
+from .skip_softmax import skip_softmax as skip_softmax
 from .snapkv import snapkv as snapkv
 from .specache import specache as specache
 from .streaming_llm import streaming_llm as streaming_llm

@@ -636,6 +636,7 @@ CASES = (
         shadowkv_bytes,
     ),
     sized_case("sinks_and_recent", "sinks_and_recent:budget={},sinks=2", 5, 100, selection_bytes(5, per_head=False)),
+    MethodCase("skip_softmax", "skip_softmax:threshold=0.8,tile=2", "skip_softmax:threshold=0,tile=2", full_bytes),
     sized_case("snapkv", "snapkv:budget={},window=2,kernel=3", 6, 100, selection_bytes(6)),
     sized_case("specache", "specache:bits=1,group=4,residual=4,topk={}", 3, 100, specache_bytes(1), exact_from=1),
     sized_case(
