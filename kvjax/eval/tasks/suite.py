@@ -13,6 +13,7 @@ from kvjax.eval.tasks import examples, haystack, ruler, symbols, texts
 from kvjax.eval.tasks.case import Case, Maker, Spec, TooShort, bind_maker
 from kvjax.eval.tasks.essays import ESSAYS
 from kvjax.eval.tasks.humaneval import HUMANEVAL
+from kvjax.eval.tasks.own_questions import QUESTIONS
 from kvjax.eval.tasks.xsum import XSUM
 from kvjax.models.model import Model
 from kvjax.utils.arguments import suggest_name
@@ -56,8 +57,8 @@ SYNTHETIC: dict[str, Maker] = {
 }
 """The tasks that need no download."""
 
-BENCHMARKS: dict[str, Maker] = {**XSUM}
-"""The public benchmarks that are read from local files (`Spec.data`): lm-evaluation-harness has no XSUM of its own."""
+BENCHMARKS: dict[str, Maker] = {**XSUM, **QUESTIONS}
+"""Tasks that are read from local files (`Spec.data`): XSUM, which lm-evaluation-harness lacks, and one's own."""
 
 
 def makers() -> dict[str, Maker]:

@@ -1,0 +1,410 @@
+"""Which method suits a model, a budget and one's own texts: candidates of equal bytes, tried on these texts."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.progress import Progress
+
+from kvjax.errors import KvjaxError
+from kvjax.eval.page.paired_difference import BITS, SCORE, RecordedRun
+from kvjax.eval.run import equal_bytes, store
+from kvjax.eval.run.compare import compare
+from kvjax.eval.run.comparison import Comparison
+from kvjax.eval.run.equal_bytes import FittedMethod, fit_methods
+from kvjax.eval.run.progress import bars
+from kvjax.eval.tasks import symbols
+from kvjax.eval.tasks.case import Spec
+from kvjax.eval.tasks.data_files import resolve_text_path
+from kvjax.eval.tasks.texts import PREDICTED_TOKENS
+from kvjax.generation.memory_plan import planned_bytes
+from kvjax.models.model import Model, load
+from kvjax.planning.device_bytes import Setting, count_device_bytes
+from kvjax.planning.hardware import find_hardware
+from kvjax.planning.models import PlannedModel
+from kvjax.planning.plan_command import parse_tokens
+from kvjax.registry.strings import Methods, parse, resolve
+from kvjax.utils import arguments, display
+from kvjax.utils.files import expand_user, make_folder, write_text
+from kvjax.utils.keywords import checks_keywords
+
+if TYPE_CHECKING:
+    from kvjax.eval.page.charts import Picture
+
+CANDIDATES = (
+    *("turned_queries + int4", "kvzip + int4", "turned_queries", "kvzip"),
+    *("turned_queries:page=32 + kivi:bits=4,residual=32", "kivi:residual=32", "int4", "turboquant:ends=0"),
+    *("keydiff + int4", "expected_attention + int4", "snapkv + int4", "streaming_llm"),
+)
+"""What is tried by default, every kind of method that frees memory of the device: the settings of docs/results.md that
+lose least, fewer bits alone, and the best known ways to choose tokens."""
+LENGTH = 2048  # most tokens of a context that is tried by default, so that a recommendation takes minutes
+CONTEXTS, QUESTIONS = 16, 4
+UNITS = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+RESULT, PICTURE, TEXTS = "recommendation.json", "recommendation.png", "texts.txt"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Recommendation:
+    """The method that lost least on one's own texts; prints as the table and the reasons.
+
+    Attributes:
+      method: the string to use, at its size for contexts of `context` tokens.
+      context: tokens of the contexts that it is for.
+      share: the fraction of the exact cache's bytes that candidates could take.
+      rows: all candidates and `full`, at the length that was tried.
+      tried: the winner's string at that length.
+      equals: candidates that these contexts do not tell apart from the winner.
+      notes: what was left out, what it costs here, and how sure it is; sentences.
+    """
+
+    method: str
+    context: int
+    share: Fraction
+    rows: Comparison
+    tried: str
+    equals: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        lines = [f"- {note}" for note in self.notes]
+        return "\n".join([repr(self.rows), "", *lines, "", f"recommended: {self.method}"])
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """Returns everything as a JSON object, and writes it to `path` if there is one."""
+        about = {name: getattr(self, name) for name in ("method", "context", "tried", "equals", "notes")}
+        about |= {"share": float(self.share), "rows": self.rows.to_dicts()}
+        text = json.dumps(about, indent=2) + "\n"
+        if path is not None:
+            write_text(expand_user(path), text)
+        return text
+
+    def plot(self, path: str | Path | None = None) -> Picture:
+        """Plots quality against bytes, as `Comparison.plot` does."""
+        return self.rows.plot(path)
+
+
+@checks_keywords
+def recommend(
+    model: Model,
+    texts: str | Path,
+    budget: str | None = None,
+    *,
+    questions: str | Path | None = None,
+    hardware: str | None = None,
+    context: int = LENGTH,
+    length: int | None = None,
+    contexts: int = CONTEXTS,
+    candidates: Methods = CANDIDATES,
+    out: str | Path = "out/recommend",
+    batch: int = 4,
+    seed: int = 0,
+    speed: bool = True,
+    progress: bool | Progress | None = None,
+    announce: Callable[[str], None] | None = None,
+) -> Recommendation:
+    """Tries candidates of equal bytes on one's own texts, and says which lost least.
+
+    Candidates are sized to take the same bytes of the device, at most the budget. Each reads contexts of these texts
+    in which numbers were planted, before any question is known, and is asked for the numbers; then for the answers to
+    one's own questions, if there are any; and predicts how the texts go on. The winner has the most right answers, the
+    mean over these tasks; among equals it predicts the texts best.
+
+    Args:
+      model: from `kvjax.load`.
+      texts: a UTF-8 file, or a folder whose UTF-8 files are read, those in its folders too; or "essays".
+      budget: of the cache on the device: a fraction of the exact cache's bytes, "25%" or "1/4", or bytes, "2GB", both
+        for a context of `context` tokens and bfloat16 numbers. By default a quarter, or with `hardware` what the
+        device's memory leaves beside the weights.
+      questions: a file of JSON lines {"text": FILE, "question": .., "answer": ..}; the file's path is relative to it.
+      hardware: a device by name, as `kvjax plan` takes it: a candidate that does not fit there at `context` tokens
+        beside the weights is left out.
+      context: tokens of the contexts that the method is for.
+      length: tokens of the contexts that are tried, at the same fraction of bytes; by default `context`, at most 2,048.
+      contexts: how many are tried of each task.
+      candidates: methods or their strings, of any size; see `CANDIDATES`.
+      out: a folder that keeps every answer, where a run that was stopped goes on.
+      batch: contexts at a time.
+      seed: of the planted numbers and their places.
+      speed: whether to measure the winner's speed here, beside the exact cache's.
+      progress: as `kvjax.eval.compare` takes it.
+      announce: called with lines for whoever waits, each row as soon as it is finished.
+
+    Returns:
+      The recommendation, which prints itself. It is also in `out`, with a picture where Altair is installed.
+
+    Raises:
+      KvjaxError: before anything runs, for texts that are too short or cannot be read, a budget in which nothing or
+        everything fits, and questions without answers.
+
+    Example:
+      >>> found = kvjax.eval.recommend(kvjax.load("smollm2-135m"), "contracts/", "25%")
+      >>> print(found)
+      >>> answer = kvjax.read(model, text, found.method).ask("Who signs?")
+    """
+    say = announce or (lambda line: None)
+    for name, value in (("context", context), ("contexts", contexts), ("batch", batch)):
+        arguments.integer(name, value)
+    length = arguments.integer("length", min(context, LENGTH) if length is None else length)
+    names = list(resolve(candidates))
+    out = make_folder(expand_user(out), "out")
+    text, num_files = read_texts(texts)
+    check_amount(model, text, length, texts)
+    write_text(out / TEXTS, text)
+    setting = None if hardware is None else make_setting(model, hardware)
+    share = choose_share(model, budget, context, setting)
+    say(f"{display.count(num_files, 'file')}; {float(share):.1%} of the exact cache's bytes at {context:,} tokens")
+    fitted, notes = fit_candidates(model, names, share, context, length, setting)
+    for note in notes:
+        say(note)
+    tasks = ["shared" if symbols.knows_symbols(model) else "planted", *(["questions"] if questions else []), "ppl"]
+    data = None if questions is None else expand_user(questions)
+    spec = Spec((length,), contexts, QUESTIONS, seed=seed, text=out / TEXTS, data=data)
+    options: dict[str, Any] = {"batch": batch, "progress": progress, "announce": announce, "left_out": say}
+    tried = list(dict.fromkeys(["full", *(trial.method for _, trial in fitted)]))
+    rows = compare(model, tried, tasks, spec, out, **options)
+    run = RecordedRun(r for r in store.read(out) if r["method"] in tried and r["task"] in tasks)
+    winner, equals = rank(run, tried[1:])
+    if speed:
+        say(f"the speed of {winner} and of full")
+        options |= {"progress": False, "announce": None}
+        rows = compare(model, ["full", winner], tasks, spec, out, **options, speed=True)
+    rows = Comparison(tuple(row for row in rows if row.method in tried and row.task in tasks))
+    (method,) = dict.fromkeys(final for final, trial in fitted if trial.method == winner)
+    notes += describe(run, rows, winner, equals, length, context)
+    found = Recommendation(method.method, context, share, rows, winner, equals, tuple(notes))
+    found.to_json(out / RESULT)
+    return found
+
+
+def read_texts(path: Path | str) -> tuple[str, int]:
+    """Reads a file, or all UTF-8 files of a folder in the order of their paths; returns the text, and how many.
+
+    A name of `NAMED_TEXTS`, such as "essays", is the text that a package brings.
+    """
+    path = resolve_text_path(path)
+    if not path.exists():
+        raise KvjaxError(f"there are no texts at {path}; give a UTF-8 file, or a folder of such files")
+    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+    texts = []
+    for file in files:
+        if any(part.startswith(".") for part in file.relative_to(path).parts):
+            continue
+        try:
+            text = file.read_bytes().decode("utf-8-sig")
+        except UnicodeDecodeError:
+            if file == path:
+                raise KvjaxError(f"{path} is no UTF-8 text; give a text file, or a folder of such files") from None
+            continue
+        if text.strip() and "\0" not in text:
+            texts.append(text.strip())
+    if not texts:
+        raise KvjaxError(f"{path} holds no UTF-8 file with a text; give a text file, or a folder of such files")
+    return "\n\n".join(texts) + "\n", len(texts)
+
+
+def check_amount(model: Model, text: str, length: int, name: str | Path) -> None:
+    """Raises KvjaxError for a text that is too short for a single context and the tokens that follow it."""
+    needed = length + min(PREDICTED_TOKENS, length)
+    # A prefix says enough: a tokenizer has at most one token for each byte.
+    found = len(model.text_tokenizer().encode_continuation(text[: 64 * needed], parse_special=False))
+    if found < needed:
+        most = max(found - PREDICTED_TOKENS, found // 2, 1)
+        raise KvjaxError(
+            f"{name} has {found:,} tokens, and a context of {length:,} with what follows takes {needed:,}; give more "
+            f"text, or length={most} (--length {most}), so that shorter contexts are tried"
+        )
+
+
+def make_setting(model: Model, hardware: str) -> Setting:
+    """What `kvjax plan` counts with for a loaded model."""
+    planned = PlannedModel(model.name or "this model", model.config, "the loaded model")
+    return Setting(planned, find_hardware(hardware), weights=model.weights)
+
+
+def choose_share(model: Model, budget: str | None, context: int, setting: Setting | None) -> Fraction:
+    """Returns the fraction of the exact cache's bytes that a budget allows.
+
+    Raises:
+      KvjaxError: the budget is none, or the exact cache fits in it.
+    """
+    full = planned_bytes("full", model.config, context, dtype=equal_bytes.DTYPE).held["device"]
+    if budget is None and setting is not None:
+        needed = count_device_bytes(setting, parse("full"), context, 1)
+        left = setting.usable_bytes - needed.weights - needed.workspace
+        if left <= 0:
+            raise KvjaxError(
+                f"an {setting.hardware.name} has {setting.usable_bytes / 1e9:.1f} GB for programs, and the weights "
+                f"take {needed.weights / 1e9:.1f}: nothing is left for a cache; take weights='int8' (--weights int8) "
+                "or another device"
+            )
+        share, name = Fraction(left, full), f"what an {setting.hardware.name} has left"
+    else:
+        share, name = parse_budget(budget or "25%", full), f"the budget of {budget or '25%'}"
+    if share > 1:
+        raise KvjaxError(
+            f"the exact cache takes {full / 1e9:.3g} GB for {context:,} tokens, less than {name}: use full, or give "
+            "a longer context, or a smaller budget such as 25%"
+        )
+    return share
+
+
+def parse_budget(text: str, full: int) -> Fraction:
+    """Parses "25%", "1/4", "0.25" or bytes such as "2GB" as a fraction of `full` bytes."""
+    word = text.strip()
+    match = re.fullmatch(r"(\d{1,12}(?:\.\d{1,12})?)\s*(%|[KMG]i?B|B)", word, re.IGNORECASE)
+    if match is None:
+        try:
+            (share,) = equal_bytes.parse_shares(word)
+        except (KvjaxError, ValueError):
+            raise KvjaxError(
+                f"budget {text!r:.60} is neither a fraction of the exact cache's bytes, such as 25% or 1/4, nor bytes, "
+                "such as 2GB or 500MiB"
+            ) from None
+        return share
+    number, unit = Fraction(match[1]), match[2].upper()
+    share = number / 100 if unit == "%" else number * int(UNITS[unit]) / full
+    if share <= 0 or (unit == "%" and share > 1):
+        raise KvjaxError(f"budget {text!r:.60} is no part of the exact cache; give more than 0% and at most 100%")
+    return share
+
+
+def fit_candidates(
+    model: Model, names: Sequence[str], share: Fraction, context: int, length: int, setting: Setting | None
+) -> tuple[list[tuple[FittedMethod, FittedMethod]], list[str]]:
+    """Sizes the candidates; returns each for the context and for the length that is tried, and what was left out.
+
+    Raises:
+      KvjaxError: no candidate fits.
+    """
+    fitted, left_out = [], []
+    for name in names:
+        try:
+            (final,), (trial,) = (fit_methods([name], [share], model.config, n) for n in (context, length))
+        except KvjaxError as e:
+            left_out.append(f"{name} is left out: {e}")
+            continue
+        if not final.method or not trial.method:
+            left_out.append(f"{name} is left out: at its smallest it takes more than {float(share):.1%}")
+        elif setting is not None and (problem := describe_excess(setting, final.method, context)):
+            left_out.append(f"{final.method} is left out: {problem}")
+        elif all(trial.method != other.method for _, other in fitted):
+            fitted.append((final, trial))
+    if not fitted:
+        raise KvjaxError(f"no candidate takes at most {float(share):.1%}: {'; '.join(left_out)}")
+    return fitted, left_out
+
+
+def describe_excess(setting: Setting, method: str, context: int) -> str:
+    """Says why a method does not fit a device, whose prompts may wait on the host; empty where it fits."""
+    for prompt_memory in ("device", "host"):
+        needed = count_device_bytes(
+            dataclasses.replace(setting, prompt_memory=prompt_memory), parse(method), context, 1
+        )
+        if setting.excess(needed) <= 0:
+            return ""
+    missing = max(needed.peak - setting.usable_bytes, needed.host - setting.hardware.host_bytes)
+    return f"reading {context:,} tokens takes {missing / 1e9:.1f} GB more than an {setting.hardware.name} has"
+
+
+def rank(run: RecordedRun, methods: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+    """Returns the winner, and those whose scores these contexts do not tell apart from its own."""
+
+    def quality(name: str) -> tuple[float, float]:
+        score, bits = (run.difference(name, "full", measure) for measure in (SCORE, BITS))
+        return (score.mean if score else 0.0, bits.mean if bits else 0.0)
+
+    winner = max(methods, key=quality)
+    equals = []
+    for name in methods:
+        gap = run.difference(winner, name, SCORE) if name != winner else None
+        if gap is not None and gap.low is not None and gap.low <= 0:
+            equals.append(name)
+    return winner, tuple(equals)
+
+
+def describe(
+    run: RecordedRun, rows: Comparison, winner: str, equals: Sequence[str], length: int, context: int
+) -> list[str]:
+    """Says what was seen of the winner, what it costs here, and what is not known."""
+    notes = []
+    score, bits = (run.difference(winner, "full", measure) for measure in (SCORE, BITS))
+    if score is not None and score.right < 0.2:
+        notes.append(
+            f"full itself answers only {score.right:.0%} of the questions, so that they tell little: look at the bits "
+            "per byte, or give questions that this model answers"
+        )
+    if score is not None and score.low is not None and score.high is not None:
+        notes.append(
+            f"{winner} answers {score.left:.0%} of the questions, full {score.right:.0%} "
+            f"({display.count(score.cases, 'context')}; the difference is {100 * score.low:+.0f} to "
+            f"{100 * score.high:+.0f} points with 95% confidence)"
+        )
+    if bits is not None:
+        notes.append(f"its bits per byte of the texts are those of full {-bits.mean:+.3f}")
+    held = {row.task: row.device_percent or 0.0 for row in rows if row.method == winner}
+    if held.get("questions", 0.0) > 1.02 * held["ppl"]:
+        notes.append(
+            f"texts of your questions are shorter than {length:,} tokens, so that it held {held['questions']:.0f}% of "
+            f"their bytes, not {held['ppl']:.0f}%"
+        )
+    speeds = {row.method: row for row in rows if row.tokens_per_second}
+    if winner in speeds and "full" in speeds:
+        own, exact = speeds[winner], speeds["full"]
+        notes.append(
+            f"here it reads {length:,} tokens in {own.prefill_seconds:.2g} s and decodes {own.tokens_per_second:.3g} "
+            f"tokens/s, full {exact.prefill_seconds:.2g} s and {exact.tokens_per_second:.3g} tokens/s"
+        )
+    if equals:
+        notes.append(f"these contexts do not tell it apart from {'; '.join(equals)}: more contexts may")
+    if context > length:
+        notes.append(
+            f"contexts of {length:,} tokens were tried, not of {context:,}, where the same fraction of bytes may lose "
+            "more or less"
+        )
+    return notes
+
+
+def run(args: argparse.Namespace) -> None:
+    """The command `kvjax recommend`."""
+    if args.candidates is not None:
+        resolve(args.candidates)  # a misspelled method is reported before a large model is loaded
+    read_texts(args.texts)
+    if args.hardware is not None:
+        find_hardware(args.hardware)
+    model = load(args.model, dtype=args.dtype, weights=args.weights)
+    names = ("questions", "hardware", "contexts", "out", "batch", "seed")
+    options = {name: getattr(args, name) for name in names}
+    options |= {
+        name: None if (word := getattr(args, name)) is None else parse_tokens(word) for name in ("context", "length")
+    }
+    try:
+        found = recommend(
+            model,
+            args.texts,
+            args.budget,
+            **options,
+            candidates=args.candidates or CANDIDATES,
+            speed=not args.no_speed,
+            progress=bars(),
+            announce=lambda line: print(f"kvjax: {line}", file=sys.stderr),
+        )
+    except KeyboardInterrupt:
+        raise KvjaxError(f"stopped; {args.out} keeps its records, and the same command goes on from there") from None
+    print(found)
+    written = [args.out / RESULT]
+    try:
+        found.plot(args.out / PICTURE)
+        written.append(args.out / PICTURE)
+    except KvjaxError as e:
+        print(f"kvjax: no picture: {e}", file=sys.stderr)
+    print(f"wrote {' and '.join(map(os.fspath, written))}")

@@ -1,0 +1,196 @@
+"""A recommendation: texts, budgets, the ranking, and the whole of it on the shipped model."""
+
+import json
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.cli import main
+from kvjax.errors import KvjaxError, KvjaxWarning
+from kvjax.eval import recommend
+from kvjax.eval.page.paired_difference import RecordedRun
+from kvjax.eval.run.recommend import (
+    CANDIDATES,
+    choose_share,
+    describe_excess,
+    fit_candidates,
+    make_setting,
+    parse_budget,
+    rank,
+    read_texts,
+)
+from kvjax.eval.tasks import suite
+from kvjax.eval.tasks.case import Spec, TooShort
+from kvjax.generation.memory_plan import planned_bytes
+
+CODE = "".join(f"def scale_{i}(value):\n    return value * {i} + {i % 7}\n\n\n" for i in range(400))
+TRIED = "kivi:residual=32; snapkv + int4"
+
+
+@pytest.fixture(scope="module")
+def model():
+    return kvjax.load("testbed")
+
+
+@pytest.fixture
+def texts(tmp_path):
+    folder = tmp_path / "texts"
+    (folder / "more").mkdir(parents=True)
+    (folder / "b.py").write_text(CODE, encoding="utf-8")
+    (folder / "more" / "a.md").write_text("# Notes\n", encoding="utf-8")
+    (folder / "empty.txt").write_text(" \n")
+    (folder / "picture.bin").write_bytes(b"\xff\xfe\x00\x80")
+    (folder / ".hidden").write_text("hidden")
+    return folder
+
+
+def test_a_folders_texts_are_read_in_order_without_what_is_no_text(texts):
+    assert read_texts(texts) == (CODE.strip() + "\n\n# Notes\n", 2)
+    assert read_texts(texts / "b.py") == (CODE.strip() + "\n", 1)
+    for path, words in ((texts / "picture.bin", "no UTF-8"), (texts / "none", "there are no texts")):
+        with pytest.raises(KvjaxError, match=words):
+            read_texts(path)
+    with pytest.raises(KvjaxError, match="holds no UTF-8 file with a text"):
+        read_texts(texts / "empty.txt")
+
+
+@pytest.mark.parametrize(
+    ("budget", "share"),
+    (
+        ("25%", Fraction(1, 4)),
+        ("12.5 %", Fraction(1, 8)),
+        ("1/3", Fraction(1, 3)),
+        ("0.25", Fraction(1, 4)),
+        ("2GB", Fraction(2)),
+        ("256mib", Fraction(2**28, 10**9)),
+        ("500 KB", Fraction(1, 2000)),
+    ),
+)
+def test_a_budget_is_a_fraction_or_bytes(budget, share):
+    assert parse_budget(budget, 10**9) == share
+
+
+@pytest.mark.parametrize("budget", ("", "0%", "120%", "-1GB", "2", "much", "1/4,1/8", "9" * 50 + "GB"))
+def test_a_budget_that_is_none_is_refused(budget):
+    with pytest.raises(KvjaxError, match="budget"):
+        parse_budget(budget, 10**9)
+
+
+def record(method, task, key, score=None, bits=None):
+    return {"method": method, "task": task, "key": key, "scores": [] if score is None else [score], "bits": bits}
+
+
+def test_most_right_answers_win_then_fewest_bits():
+    scores = {"full": 1.0, "good": 1.0, "worse": 1.0, "bad": 0.0}
+    bits = {"full": 1.0, "good": 1.01, "worse": 1.5, "bad": 1.0}
+    records = [record(m, "planted", f"p{i}", score=scores[m]) for m in scores for i in range(12)]
+    records += [record(m, "ppl", f"t{i}", bits=bits[m] + 0.01 * i) for m in bits for i in range(3)]
+    assert rank(RecordedRun(records), ["worse", "bad", "good"]) == ("good", ("worse",))
+
+
+def test_a_share_is_what_the_device_leaves(model):
+    setting = make_setting(model, "rtx-4090")
+    with pytest.raises(KvjaxError, match="use full, or give a longer context"):
+        choose_share(model, None, 2048, setting)
+    with pytest.raises(KvjaxError, match="use full"):
+        choose_share(model, "2GB", 2048, None)
+    assert choose_share(model, None, 2048, None) == Fraction(1, 4)
+    full = planned_bytes("full", model.config, 2048, dtype="bfloat16").held["device"]
+    assert choose_share(model, f"{full // 2}B", 2048, setting) == Fraction(full // 2, full)
+    assert describe_excess(setting, "full", 2048) == ""
+
+
+def test_what_does_not_fit_is_left_out_with_the_reason(model):
+    fitted, left_out = fit_candidates(model, ["kivi:residual=32", "int8", "snapkv"], Fraction(1, 4), 4096, 512, None)
+    assert [final.asked for final, _ in fitted] == ["kivi:residual=32", "snapkv"]
+    assert left_out == ["int8 is left out: at its smallest it takes more than 25.0%"]
+    final, trial = fitted[1]
+    assert 0.24 < final.bytes / planned_bytes("full", model.config, 4096, dtype="bfloat16").held["device"] <= 0.25
+    assert 0.24 < trial.bytes / planned_bytes("full", model.config, 512, dtype="bfloat16").held["device"] <= 0.25
+    with pytest.raises(KvjaxError, match="no candidate takes at most 1.0%: int8"):
+        fit_candidates(model, ["int8"], Fraction(1, 100), 4096, 512, None)
+
+
+def test_the_candidates_are_methods_of_many_sizes(model):
+    fitted, left_out = fit_candidates(model, CANDIDATES, Fraction(1, 4), 1024, 1024, None)
+    assert len(fitted) >= 8, left_out
+
+
+def test_a_winner_on_ones_own_texts(model, texts, tmp_path, capsys):
+    lines, options = [], {"length": 256, "contexts": 2, "candidates": TRIED, "out": tmp_path / "out", "context": 512}
+    found = recommend(model, texts, "30%", **options, speed=False, announce=lines.append)
+    assert {row.method for row in found.rows} == {"full", *("kivi:residual=32,bits=1", "snapkv:budget=226 + int4")}
+    assert {row.task for row in found.rows} == {"shared", "ppl"}
+    assert found.tried in {row.method for row in found.rows} - {"full"}
+    assert found.method.split(":")[0] == found.tried.split(":")[0]
+    held = planned_bytes(found.method, model.config, 512, dtype="bfloat16").fraction_of_full
+    assert held <= 0.3
+    assert lines[0].startswith("2 files; 30.0% of the exact cache's bytes at 512 tokens")
+    assert sum("shared" in line for line in lines) == 3
+    assert any("contexts of 256 tokens were tried, not of 512" in note for note in found.notes)
+    assert repr(found).endswith(f"recommended: {found.method}")
+    kept = json.loads((tmp_path / "out" / "recommendation.json").read_text())
+    assert kept["method"] == found.method and len(kept["rows"]) == 6
+    # The same answers serve the command line, which prints the same.
+    words = f"recommend testbed --texts {texts} --budget 30% --length 256 --contexts 2 --context 512 --no-speed"
+    assert main([*words.split(), "--candidates", TRIED, "--out", str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr()
+    assert f"recommended: {found.method}" in printed.out and "recommendation.png" in printed.out
+    assert (tmp_path / "out" / "recommendation.png").stat().st_size > 10_000
+    assert "already holds" in printed.err
+
+
+def test_texts_that_are_too_short_name_a_length_that_is_not(model, tmp_path):
+    short = tmp_path / "short.txt"
+    short.write_text("a few words of text. " * 20)
+    with pytest.raises(KvjaxError, match=r"has 420 tokens, .* length=210"):
+        recommend(model, short, out=tmp_path / "out")
+
+
+def write_questions(folder, *rows):
+    path = folder / "questions.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def test_questions_of_ones_own_share_the_context_of_their_text(model, tmp_path):
+    (tmp_path / "a.txt").write_text("The sky is green.\n")
+    (tmp_path / "b.txt").write_text("A long text. " * 40)
+    rows = [{"text": "a.txt", "question": q, "answer": a} for q, a in (("Color?", "green"), ("What?", ["sky", "air"]))]
+    path = write_questions(tmp_path, *rows, {"text": "b.txt", "question": "How?", "answer": "long"})
+    with pytest.warns(KvjaxWarning, match="1 of 2 texts of .* are longer than 128 tokens.* a length of 5"):
+        (case,) = suite.cases(model, ["questions"], Spec((128,), data=path))
+    decode = model.text_tokenizer().decode
+    assert decode(case.context) == "The sky is green.\n\n"
+    assert [decode(ask.prompt) for ask in case.asks] == ["Question: Color?\nAnswer:", "Question: What?\nAnswer:"]
+    assert [ask.references for ask in case.asks] == [("green",), ("sky", "air")]
+    assert len(suite.cases(model, ["questions"], Spec((1024,), data=tmp_path))) == 2
+    with pytest.raises(TooShort, match="none of the 2 texts .* fits in 24 tokens .* at least 43"):
+        suite.cases(model, ["questions"], Spec((24,), data=path))
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    (
+        ({"text": "a.txt", "question": "Color?"}, "needs an answer"),
+        ({"text": "a.txt", "question": "Color?", "answer": [""]}, "needs an answer"),
+        ({"text": "none.txt", "question": "Color?", "answer": "green"}, "cannot read the text"),
+        ({"text": "empty.txt", "question": "Color?", "answer": "green"}, "is empty"),
+        ({"question": "Color?", "answer": "green"}, "has no field 'text'"),
+    ),
+)
+def test_a_question_that_cannot_be_asked_is_named(row, words, model, tmp_path):
+    (tmp_path / "a.txt").write_text("The sky is green.\n")
+    (tmp_path / "empty.txt").write_text("\n")
+    with pytest.raises(KvjaxError, match=words):
+        suite.cases(model, ["questions"], Spec((128,), data=write_questions(tmp_path, row)))
+
+
+def test_planted_numbers_stand_in_the_users_text(tmp_path):
+    model = kvjax.load("testbed")
+    (tmp_path / "text.txt").write_text(CODE)
+    (case,) = suite.cases(model, ["planted"], Spec((1024,), contexts=1, questions=2, text=tmp_path / "text.txt"))
+    text = model.text_tokenizer().decode(np.asarray(case.context))
+    assert "def scale_" in text and all(ask.references[0] in text for ask in case.asks) and len(case.asks) == 2
