@@ -16,6 +16,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -29,7 +31,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import kvjax
 from experiments.bench.aot import write_tables
-from experiments.bench.cross_compile import lower_for, make_mesh, open_topology, trace_for
+from experiments.bench.cross_compile import lower_for, make_mesh, trace_for
 from experiments.gpu.models import SHAPES
 from kvjax import KvjaxError
 from kvjax.cache.calibration import table_file
@@ -75,7 +77,8 @@ class Row:
 
     @property
     def num_devices(self) -> int:
-        return len(open_topology(self.topology))
+        """All devices of the topology: 1 of h200, 8 of h200:8 and of v5e:2x4."""
+        return math.prod(map(int, re.findall(r"\d+", self.topology.partition(":")[2])))
 
 
 def find_planned(name: str, tokens: int) -> PlannedModel:

@@ -224,12 +224,15 @@ def count_prefill(layers: Sequence[TracedLayer], share: Share, cache: int, promp
     # normed, and a third time where something is made of it on the device, too (by what XLA reports for an H200).
     copied = [x.device_bytes()["pinned_host"] if x.has_cache else 0 for x in layers]
 
-    def count_copies(layer: TracedLayer, size: int) -> int:
-        # More on the device than positions, which are at most a sixteenth of keys and values.
-        return 2 if layer.device_bytes()["device"] > size // 16 else int(bool(layer.kind.attention.qk_norm))
+    def count_copies(layer: TracedLayer) -> int:
+        has_vectors = any(kind == "device" and axes > 3 for kind, _, _, axes in layer.arrays)
+        return 2 if has_vectors else int(bool(layer.kind.attention.qk_norm))
 
-    making = max(x.making + size * count_copies(x, size) for x, size in zip(layers, copied, strict=True))
-    return peak(cache + hidden, max(attention + making, mlp + max(copied))), 0
+    whole = max(
+        _count_attention(x, share) + x.making + size * count_copies(x) + _count_observed(x, share)
+        for x, size in zip(layers, copied, strict=True)
+    )
+    return peak(cache + hidden, max(whole, mlp + max(copied))), 0
 
 
 def _count_hidden(layers: Sequence[TracedLayer], share: Share, num_tokens: int) -> int:
@@ -259,7 +262,8 @@ def _count_attention(layer: TracedLayer, share: Share) -> int:
 
     First the normed input and queries, B T (D + N H) numbers, then queries and results, B T N (H + V), and for a block
     of Q queries and S keys B N Q (2 S + H + 2 V) and B K S (H + V) float32: its scores and weights, its queries, its
-    result before and after it, keys and values. Keys and values of a chunk stand beside those of the prompt.
+    result before and after it, keys and values. Keys and values of a chunk stand beside those of the prompt, and in
+    a layer with a window those of its blocks.
     """
     a = layer.kind.attention
     queries, keys = min(ATTENTION_BLOCK, share.chunk), min(ATTENTION_BLOCK, share.tokens)
@@ -269,7 +273,7 @@ def _count_attention(layer: TracedLayer, share: Share) -> int:
     block = 4 * block // share.num_devices
     own_heads = a.heads * a.head_dim // share.num_devices
     widest = own_heads + max(share.width, a.heads * a.value_dim // share.num_devices)
-    if share.chunk < share.tokens:
+    if share.chunk < share.tokens or a.rule.window is not None:
         widest += a.kv_heads * (a.head_dim + a.value_dim) // share.num_devices
     return share.sequences * (share.chunk * widest * share.itemsize + block)
 
@@ -286,6 +290,14 @@ def _count_replay(layer: TracedLayer, share: Share) -> int:
     numbers = share.sequences * layer.kind.attention.heads * min(QUERY_BLOCK_TOKENS, copy.chunk) * share.tokens
     scores = numbers * (4 + share.itemsize) // share.num_devices
     return max(_count_attention(layer, copy) + scores, _count_mlp(layer, copy))
+
+
+def _count_observed(layer: TracedLayer, share: Share) -> int:
+    """Counts the copy of all queries of a prompt in the layout in which a method observes them, B N T H numbers."""
+    a = layer.kind.attention
+    if layer.needs.observed_queries is not None:
+        return 0
+    return share.sequences * share.tokens * a.heads * a.head_dim * share.itemsize // share.num_devices
 
 
 def _count_measuring(layer: TracedLayer, share: Share) -> int:

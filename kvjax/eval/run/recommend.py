@@ -49,6 +49,7 @@ CANDIDATES = (
 lose least, fewer bits alone, and the best known ways to choose tokens."""
 LENGTH = 2048  # most tokens of a context that is tried by default, so that a recommendation takes minutes
 CONTEXTS, QUESTIONS = 16, 4
+MAX_NAMED = 3  # methods of a line; more are counted
 UNITS = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 RESULT, PICTURE, TEXTS = "recommendation.json", "recommendation.png", "texts.txt"
 
@@ -361,11 +362,12 @@ def describe(
     if winner in speeds and "full" in speeds:
         own, exact = speeds[winner], speeds["full"]
         notes.append(
-            f"here it reads {length:,} tokens in {own.prefill_seconds:.2g} s and decodes {own.tokens_per_second:.3g} "
-            f"tokens/s, full {exact.prefill_seconds:.2g} s and {exact.tokens_per_second:.3g} tokens/s"
+            f"here it reads {length:,} tokens in {own.prefill_seconds:.2g} s and decodes {own.tokens_per_second:,.0f} "
+            f"tokens/s, full {exact.prefill_seconds:.2g} s and {exact.tokens_per_second:,.0f} tokens/s"
         )
     if equals:
-        notes.append(f"these contexts do not tell it apart from {'; '.join(equals)}: more contexts may")
+        others = "; ".join(equals[:MAX_NAMED]) + (f"; and {len(equals) - MAX_NAMED} more" * (len(equals) > MAX_NAMED))
+        notes.append(f"these contexts do not tell it apart from {others}: more contexts may")
     if context > length:
         notes.append(
             f"contexts of {length:,} tokens were tried, not of {context:,}, where the same fraction of bytes may lose "
