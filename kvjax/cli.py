@@ -384,7 +384,7 @@ def _add_recommend(p: argparse.ArgumentParser) -> None:
     p.add_argument("--dtype", **DTYPE)
     p.add_argument("--weights", **WEIGHTS)
     p.add_argument("--no-speed", action="store_true", help="leave the measurement of the winner's speed out")
-    p.set_defaults(run=lambda args: import_module("kvjax.eval.run.recommend").run(args))
+    p.set_defaults(run=lambda args: import_module("kvjax.planning.recommend").run(args))
 
 
 def _add_plan(p: argparse.ArgumentParser) -> None:

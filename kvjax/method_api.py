@@ -19,7 +19,7 @@ from kvjax.cache.codecs.group_quant import Kivi
 from kvjax.cache.codecs.low_rank import CalibratedLowRank
 from kvjax.cache.codecs.per_token import PerTokenCodec
 from kvjax.cache.codecs.plain import CodecWrapper, Host, Plain
-from kvjax.cache.codecs.quantizers import Fp4, Fp8, MinMax, Quantizer, step_size
+from kvjax.cache.codecs.quantizers import Fp4, Fp8, MinMax, Quantizer, lloyd_max_levels, step_size
 from kvjax.cache.components import (
     Budget,
     Components,
@@ -162,6 +162,7 @@ __all__ = [
     "ExactPrefix",  # codec: the first tokens exactly, the others by another codec
     "CalibratedLowRank",  # codec: projects onto directions of a calibrated table
     "step_size",  # equal steps over a span
+    "lloyd_max_levels",  # the levels of least error for normal numbers
     "bit_packing",  # module: packs codes of 1, 2, 4 and 8 bits into bytes
     # Readers: which stored tokens a query reads
     "Reader",  # base: attends queries to what is stored

@@ -3,7 +3,6 @@
 from kvjax.eval.run.compare import compare
 from kvjax.eval.run.comparison import Comparison, EvalRow
 from kvjax.eval.run.ray_workers import connect_ray
-from kvjax.eval.run.recommend import Recommendation, recommend
 from kvjax.eval.tasks.case import Ask, Case, Spec
 
-__all__ = ["Ask", "Case", "Comparison", "EvalRow", "Recommendation", "Spec", "compare", "connect_ray", "recommend"]
+__all__ = ["Ask", "Case", "Comparison", "EvalRow", "Spec", "compare", "connect_ray"]

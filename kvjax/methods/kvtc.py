@@ -14,7 +14,6 @@ from jax import lax
 from kvjax import method_api as kv
 from kvjax.cache.codecs import blockwise
 from kvjax.methods.cskv import ExactWindow
-from kvjax.methods.turboquant import lloyd_max_levels
 
 WIDTHS = (8, 4, 2, 1)
 """Bits of a code. A word of 32 bits has codes of one width: four, eight, sixteen or thirty-two components."""
@@ -26,7 +25,7 @@ def level_error(bits: int) -> float:
     if not bits:
         return 1.0
     x = np.linspace(-8, 8, 40_001)
-    error = np.square(x[:, None] - lloyd_max_levels(1, bits)[None]).min(1)
+    error = np.square(x[:, None] - kv.lloyd_max_levels(1, bits)[None]).min(1)
     return float((error * np.exp(-np.square(x) / 2)).sum() / np.exp(-np.square(x) / 2).sum())
 
 
@@ -139,7 +138,7 @@ class TransformCoded(kv.Codec):
         inverse = basis / jnp.maximum(jnp.square(basis).sum(2, keepdims=True), 1e-12)
         components, words, start = _matmul(x - mean, inverse), [], 0
         for bits, count in self._runs():
-            level = lloyd_max_levels(1, bits)
+            level = kv.lloyd_max_levels(1, bits)
             middles = jnp.asarray((level[1:] + level[:-1]) / 2)
             own = components[..., start : start + count * (32 // bits)]
             codes = jnp.searchsorted(middles, own, method="compare_all" if bits < 8 else "scan").astype(jnp.uint32)
@@ -154,7 +153,7 @@ class TransformCoded(kv.Codec):
         found, start = [], 0
         for bits, count in self._runs():
             codes = kv.bit_packing.unpack(words[..., start : start + count], bits, -1)
-            found.append(jnp.asarray(lloyd_max_levels(1, bits))[codes.astype(jnp.int32)])
+            found.append(jnp.asarray(kv.lloyd_max_levels(1, bits))[codes.astype(jnp.int32)])
             start += count
         return jnp.concatenate(found, -1)[..., : self._num_components()]
 

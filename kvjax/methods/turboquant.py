@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 
 from kvjax import method_api as kv
 
@@ -43,7 +41,7 @@ class LloydMax(kv.Quantizer):
         kv.bit_packing.check_fills(H, self.bits)
 
     def encode(self, x: kv.Array) -> DirectionCodes:
-        level = lloyd_max_levels(x.shape[-1], self.bits)
+        level = kv.lloyd_max_levels(x.shape[-1], self.bits)
         boundaries = jnp.asarray((level[:-1] + level[1:]) / 2)
         length = jnp.sqrt(jnp.square(x).sum(-1, keepdims=True))
         x = x / jnp.where(length > 0, length, 1.0)
@@ -54,33 +52,10 @@ class LloydMax(kv.Quantizer):
 
     def decode(self, coded: DirectionCodes) -> kv.Array:
         codes = kv.bit_packing.unpack(coded.codes, self.bits, -1)
-        x = jnp.asarray(lloyd_max_levels(codes.shape[-1], self.bits))[codes.astype(jnp.int32)]
+        x = jnp.asarray(kv.lloyd_max_levels(codes.shape[-1], self.bits))[codes.astype(jnp.int32)]
         if self.correct:
             x = x / jnp.sqrt(jnp.square(x).sum(-1, keepdims=True) + 1e-16)
         return x * coded.length.astype(jnp.float32)
-
-
-@functools.cache
-def lloyd_max_levels(H: int, bits: int) -> np.ndarray:
-    """Computes the Lloyd-Max levels of N(0, 1/H), f32[2^bits], ascending, by vLLM's rule.
-
-    They start in the middles of equal cells between -3.5 and 3.5 standard deviations. Then each moves to the mean of
-    its cell, which ends half-way to its neighbors, or at 10.5 deviations; means are integrals over 200 trapezoids. It
-    stops when no level moves by 1e-10, or after 200 rounds.
-    """
-    far = 3.5 / np.sqrt(H)
-    level = far * ((2 * np.arange(2**bits) + 1) / 2**bits - 1)
-    trapezoid_weight = np.ones(201)
-    trapezoid_weight[[0, -1]] = 0.5
-    for _ in range(200):
-        edges = np.concatenate([[-3 * far], (level[:-1] + level[1:]) / 2, [3 * far]])
-        x = np.linspace(edges[:-1], edges[1:], 201)
-        density = trapezoid_weight[:, None] * np.exp(-(x**2) * H / 2)
-        mean = (x * density).sum(0) / density.sum(0)
-        if np.abs(mean - level).max() < 1e-10:
-            break
-        level = mean
-    return level.astype(np.float32)
 
 
 @kv.exportable

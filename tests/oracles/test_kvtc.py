@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.method_api import lloyd_max_levels
 from kvjax.methods.kvtc import allocate_words, level_error
-from kvjax.methods.turboquant import lloyd_max_levels
 from tests.contract import layer
 from tests.oracles.codec_attention import attend_decoded
 from tests.oracles.lowrank import rotate

@@ -19,7 +19,8 @@ from kvjax.cache.codecs.quantizers import Quantizer
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.rope import Rope
 from kvjax.errors import KvjaxError
-from kvjax.methods.turboquant import LloydMax, UniformQuantizer, lloyd_max_levels
+from kvjax.method_api import lloyd_max_levels
+from kvjax.methods.turboquant import LloydMax, UniformQuantizer
 from kvjax.models import Config
 from tests.contract import layer
 from tests.oracles.codec_attention import attend_decoded

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Annotated, Any, Literal, NamedTuple
 
 import jax.numpy as jnp
@@ -289,3 +290,26 @@ class Fp4(Quantizer):
 def _power_of_two(biased: Array) -> Array:
     """f32 powers of two: a biased exponent is the exponent field of that float32 number."""
     return lax.bitcast_convert_type(biased.astype(jnp.uint32) << 23, jnp.float32)
+
+
+@functools.cache
+def lloyd_max_levels(H: int, bits: int) -> np.ndarray:
+    """Computes the Lloyd-Max levels of N(0, 1/H), f32[2^bits], ascending, by vLLM's rule.
+
+    They start in the middles of equal cells between -3.5 and 3.5 standard deviations. Then each moves to the mean of
+    its cell, which ends half-way to its neighbors, or at 10.5 deviations; means are integrals over 200 trapezoids. It
+    stops when no level moves by 1e-10, or after 200 rounds.
+    """
+    far = 3.5 / np.sqrt(H)
+    level = far * ((2 * np.arange(2**bits) + 1) / 2**bits - 1)
+    trapezoid_weight = np.ones(201)
+    trapezoid_weight[[0, -1]] = 0.5
+    for _ in range(200):
+        edges = np.concatenate([[-3 * far], (level[:-1] + level[1:]) / 2, [3 * far]])
+        x = np.linspace(edges[:-1], edges[1:], 201)
+        density = trapezoid_weight[:, None] * np.exp(-(x**2) * H / 2)
+        mean = (x * density).sum(0) / density.sum(0)
+        if np.abs(mean - level).max() < 1e-10:
+            break
+        level = mean
+    return level.astype(np.float32)

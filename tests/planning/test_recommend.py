@@ -9,9 +9,11 @@ import pytest
 import kvjax
 from kvjax.cli import main
 from kvjax.errors import KvjaxError, KvjaxWarning
-from kvjax.eval import recommend
 from kvjax.eval.page.paired_difference import RecordedRun
-from kvjax.eval.run.recommend import (
+from kvjax.eval.tasks import suite
+from kvjax.eval.tasks.case import Spec, TooShort
+from kvjax.generation.memory_plan import planned_bytes
+from kvjax.planning.recommend import (
     CANDIDATES,
     choose_share,
     describe_excess,
@@ -20,10 +22,8 @@ from kvjax.eval.run.recommend import (
     parse_budget,
     rank,
     read_texts,
+    recommend,
 )
-from kvjax.eval.tasks import suite
-from kvjax.eval.tasks.case import Spec, TooShort
-from kvjax.generation.memory_plan import planned_bytes
 
 CODE = "".join(f"def scale_{i}(value):\n    return value * {i} + {i % 7}\n\n\n" for i in range(400))
 TRIED = "kivi:residual=32; snapkv + int4"

@@ -148,7 +148,8 @@ def recommend(
         everything fits, and questions without answers.
 
     Example:
-      >>> found = kvjax.eval.recommend(kvjax.load("smollm2-135m"), "contracts/", "25%")
+      >>> from kvjax.planning.recommend import recommend
+      >>> found = recommend(kvjax.load("smollm2-135m"), "contracts/", "25%")
       >>> print(found)
       >>> answer = kvjax.read(model, text, found.method).ask("Who signs?")
     """
