@@ -24,7 +24,8 @@ def dms(threshold: Annotated[float, kv.Within("(-inf, inf)")] = -4.0, page: int 
       This is kvpress' `DMSPress`, dense attention of the prompt and eviction after it; the paper trains the model to
       evict. A threshold gives no number of tokens, and shapes must be known beforehand: memory is reserved for the
       budget, and if the heads of a layer together have more tokens above the threshold, the best of them all stay.
-      Decoded tokens all stay, where `decoding=True` of kvpress evicts those that leave the window.
+      Decoded tokens all stay, where `decoding=True` of kvpress evicts those that leave the window: no hidden states,
+      by which KVzap scores, come to a method while decoding.
 
     Args:
       threshold: on the scale of the selection's scores (-4 with KVzap's, which are logarithms).

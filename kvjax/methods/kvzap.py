@@ -188,8 +188,9 @@ def kvzap(
       state that its query, key and value are made of: the logarithm of KVzip+'s score
 
     Differs:
-      Tokens are scored when the prompt ends; kvpress' `DMSPress(decoding=True)` also evicts decoded ones. Calibrated
-      maps are linear, and fitted to the attention of a text's later half, where the authors have the model repeat it.
+      Tokens are scored when the prompt ends; kvpress' `DMSPress(decoding=True)` also evicts decoded ones, see `dms`.
+      Calibrated maps are linear, and fitted to the attention of a text's later half, where the authors have the model
+      repeat it.
 
     Args:
       budget, recent, sinks, unit, per: as in `make_selection` (the authors: 128 recent tokens, no sinks).

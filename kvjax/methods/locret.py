@@ -116,6 +116,11 @@ class RetainingScorer(kv.Scorer):
 
     def scores(self, block: kv.KVBlock, observation: kv.Observation | None, spec: kv.LayerSpec) -> kv.Scores:
         observation = self.require_observation(observation)
+        if observation.pos.shape[1] != block.pos.shape[2]:
+            raise kv.IncompatibleMethod(
+                f"RetainingScorer scores each of {block.pos.shape[2]} tokens by its own query, and there are "
+                f"{observation.pos.shape[1]}; leave `recompress` out, which keeps the latest queries alone"
+            )
         K = spec.num_kv_heads
         columns = K * ((spec.num_groups + 1) * spec.head_dim + spec.value_dim)
         fc1, fc2 = self.given.layer_arrays(spec, fc1=(None, columns), fc2=(K, None)).values()

@@ -36,6 +36,14 @@ class Recompress(kv.Policy):
             raise kv.IncompatibleMethod(
                 f"{select.budget} grows with the text; give a budget in tokens, or a fraction such as 25%"
             )
+        scorer = select.scorer
+        if scorer.needs_hidden or scorer.needs_output or scorer.replay is not None:
+            raise kv.IncompatibleMethod(
+                f"component `decode`, {self}, makes the selection again while decoding, when there are no hidden "
+                f"states, no output projection and no second pass for {type(scorer).__name__} (component `select`); "
+                "leave it out, or take a scorer of keys, values and queries, as in 'snapkv:budget=256 + "
+                "recompress:every=128'"
+            )
         if components.merge is not None or components.layer_budgets is not None:
             raise kv.IncompatibleMethod(
                 f"component `decode`, {self}, cannot work with components `merge` and `layer_budgets`: lost tokens are "

@@ -162,6 +162,9 @@ def test_what_cannot_be_says_so(tmp_path):
     wrong = RetainingScorer(TableFile(write_table(tmp_path, fc1[:, 1:], fc2), "locret"))
     with pytest.raises(KvjaxError, match=r"`0.fc1` of .* has shape \(5, 255\), expected \(any, 256\)"):
         wrong.scores(block, Observation(layer.random_batch().q, block.pos[:, 0]), SPEC)
+    own = RetainingScorer(TableFile(write_table(tmp_path, fc1, fc2), "locret"))
+    with pytest.raises(KvjaxError, match="each of 9 tokens by its own query, and there are 2; leave `recompress` out"):
+        own.scores(block, Observation(layer.random_batch().q[..., :2, :], block.pos[:, 0, :2]), SPEC)
     with pytest.raises(KvjaxError, match="ridge must be at least 1, got 0"):
         RetainingHeads(ridge=0)
     with pytest.raises(KvjaxError, match="no token of these texts is asked by a later one; give texts of at least 2"):

@@ -147,6 +147,8 @@ REFUSED = {
     "kvtc:recent=0": "recent must be at least 1, got 0",
     "kvtc:table=no/such": "no table of bases can be read",
     "kvtc + h2o": "component `decode`",
+    "kvzap:budget=4,recent=1 + recompress:every=2": "no hidden states.*for PredictedScores.*leave it out",
+    "kvzip:budget=4,sinks=1,level=head + recompress:every=2": "no second pass for ReplayAttention.*leave it out",
     "kvzap:table=nowhere": "no table of kvzap can be read from 'nowhere'",
     "kvzip:chunk=0": "chunk must be at least 1, got 0",
     "kvzip:budget=6 + cake:budget=6,window=2": "both fill the component `select`",
