@@ -552,6 +552,13 @@ def refine_deepseek_v3(kind: LayerKind, values: Values, i: int) -> LayerKind:
     return replace(kind, attention=_make_latent(kind, values), mlp=_add_sigmoid_experts(kind.mlp, values, i))
 
 
+def refine_glm4_moe_lite(kind: LayerKind, values: Values, i: int) -> LayerKind:
+    """GLM-4.7-Flash: DeepSeek-V3 with a list of the layers that have experts, by default all but the first."""
+    types = values["mlp_layer_types"]
+    has_experts = i > 0 if types is None else types[i] == "sparse"
+    return refine_deepseek_v3(kind, {**values, "first_k_dense_replace": 0 if has_experts else i + 1}, i)
+
+
 def refine_glm4_moe(kind: LayerKind, values: Values, i: int) -> LayerKind:
     """GLM-4.5: norms of queries and keys in its larger model, and the experts of DeepSeek-V3."""
     attention = replace(kind.attention, qk_norm="head" if values["use_qk_norm"] else "")
@@ -616,6 +623,14 @@ def _find_sigmoid_problems(values: Values) -> Iterator[str]:
             "rope_interleave (false) is not supported; use a checkpoint whose rotated channels are in neighboring "
             "pairs, as published"
         )
+
+
+def _find_mlp_types(values: Values) -> Iterator[str]:
+    types, layers, names = values["mlp_layer_types"], values["num_hidden_layers"], ["dense", "sparse"]
+    if types is not None and (
+        not isinstance(types, list) or len(types) != layers or any(x not in names for x in types)
+    ):
+        yield f"mlp_layer_types must name {layers} layers, each one of {names}; got {types!r:.200}"
 
 
 FAMILIES = {
@@ -926,6 +941,24 @@ FAMILIES["glm4_moe"] = Family(
     partial_rotary=True,
     refine=refine_glm4_moe,
     find_unsupported=_find_sigmoid_problems,
+)
+FAMILIES["glm4_moe_lite"] = replace(
+    FAMILIES["deepseek_v3"],
+    architecture="Glm4MoeLiteForCausalLM",
+    defaults={
+        **FAMILIES["deepseek_v3"].defaults,
+        **{"vocab_size": 154880, "hidden_size": 2048, "intermediate_size": 10240, "num_hidden_layers": 47},
+        **{"num_attention_heads": 20, "max_position_embeddings": 202752, "rms_norm_eps": 1e-5},
+        **{"q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256, "mlp_layer_types": None},
+        **{"n_routed_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 1536},
+        **{"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.8},
+    },
+    refine=refine_glm4_moe_lite,
+    find_unsupported=lambda values: (
+        *_find_sigmoid_problems(values),
+        *_find_heads_of_latent(values),
+        *_find_mlp_types(values),
+    ),
 )
 FAMILIES["gemma3_text"] = replace(
     FAMILIES["gemma2"],

@@ -53,9 +53,14 @@ REFUSED = {
 RELATIVES = {
     "llama4": "llama",
     "llama4_text": "llama",
-    "qwen3_next": "qwen3_moe",
-    "gemma3n": "gemma3",
-    "gemma3n_text": "gemma3",
+    "deepseek_v32": "deepseek_v3",
+    "deepseek_v4": "deepseek_v3",
+    "glm_moe_dsa": "deepseek_v3",
+    "kimi_linear": "kimi_k2",
+    "mistral4": "deepseek_v3",
+    **dict.fromkeys(("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"), "qwen3_moe"),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_text"), "qwen3"),
+    **dict.fromkeys(("gemma3n", "gemma3n_text", "gemma4", "gemma4_text"), "gemma3"),
 }
 """Family that is often asked for -> the supported family that it resembles and that lacks some of its parts."""
 

@@ -22,6 +22,8 @@ QWEN35 = "|".join(
 )
 TEKKEN = "|".join((*CASED, r"\p{N}", r" ?[^\s\p{L}\p{N}]+[\r\n/]*", BREAKS))
 GPT4O = "|".join((*(f"{cased}{CONTRACTION}?" for cased in CASED), r"\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+[\r\n/]*", BREAKS))
+NOT_HAN = tuple(part.replace(r"\p{M}]", r"\p{M}&&[^\p{Han}]]") for part in CASED)
+KIMI = "|".join((r"[\p{Han}]+", *(f"{cased}{CONTRACTION}?" for cased in NOT_HAN), r"\p{N}{1,3}", PUNCTUATION, BREAKS))
 SEED = "|".join((CONTRACTION, WORD, r"\p{N}", r" ?[^\s\p{L}\p{N}\r\n]+", BREAKS))
 DEEPSEEK3 = (
     r"\p{N}{1,3}",
@@ -61,12 +63,13 @@ PRE_TOKENIZERS = {
         ("llama-bpe", "llama3", "llama-v3", "falcon3", "lfm2", "pixtral"),
         PreTokenization(split(LLAMA3), whole_words=True, add_bos=True),
     ),
-    **dict.fromkeys(("dbrx", "smaug-bpe"), PreTokenization(split(LLAMA3))),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), PreTokenization(split(LLAMA3))),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), PreTokenization(split(QWEN2), nfc=True)),
     "stablelm2": PreTokenization(split(QWEN2)),
     "qwen35": PreTokenization(split(QWEN35), nfc=True),
     "tekken": PreTokenization(split(TEKKEN), whole_words=True, add_bos=True),
     **dict.fromkeys(("gpt-4o", "llama4"), PreTokenization(split(GPT4O))),
+    "kimi-k2": PreTokenization(split(KIMI)),
     "seed-coder": PreTokenization(split(SEED)),
     "deepseek-v3": PreTokenization(split(*DEEPSEEK3)),
     "deepseek-coder": PreTokenization(split(*DEEPSEEK_CODER)),

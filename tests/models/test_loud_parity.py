@@ -21,7 +21,7 @@ CAPACITY = 64
 METHODS = (
     "full",
     "snapkv:budget=64",
-    "kivi:bits=8,group=8,residual=64 + in_windows",  # without it a window holds codes from its first token on
+    "kivi:bits=8,group=4,residual=64 + in_windows",  # without it a window holds codes from its first token on
     "streaming_llm:recent=64",
     "h2o:heavy=32,recent=32",
     "kvzip:budget=64,level=head",

@@ -74,6 +74,14 @@ PUBLISHED = {
         r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
         r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     ),
+    "kimi-k2": split_by(
+        r"[\p{Han}]+"
+        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+        r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
     "deepseek-v3": split_by(
         r"\p{N}{1,3}",
         CJK,
@@ -134,6 +142,7 @@ def test_without_a_name_the_pre_tokenizer_is_the_default():
     [
         ("default", ["a", ",", " b", "!?", " ", "123", "45"]),
         ("gpt-2", ["a", ",", " b", "!?", " 12345"]),
+        ("glm4", ["a", ",", " b", "!?", " ", "123", "45"]),
         ("seed-coder", ["a", ",", " b", "!?", " ", "1", "2", "3", "4", "5"]),
         ("deepseek-coder", ["a", ",", " b", "!?", " ", "1", "2", "3", "4", "5"]),
     ],
