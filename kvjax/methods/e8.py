@@ -38,7 +38,8 @@ class E8Lattice(kv.Quantizer):
     __post_init__ = kv.check_fields
 
     def check(self, H: int) -> None:
-        kv.bit_packing.check_divides("blocks of E8,", 8, H)
+        if H % 8:
+            raise kv.KvjaxError(f"E8 has blocks of 8 channels, and heads have {H}; use `int4`, whose codes are single")
         kv.bit_packing.check_fills(H, self.bits)
 
     def encode(self, x: kv.Array) -> LatticeCodes:

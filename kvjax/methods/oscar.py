@@ -198,6 +198,10 @@ def oscar(
     Reference:
       OSCAR, Zhou et al. 2026, arXiv 2605.17757
     """
+    if recent < 1 or group < 1 or recent % group:
+        raise kv.KvjaxError(
+            f"recent={recent} of oscar is no multiple of group={group}; give one, such as {2 * max(group, 1)}"
+        )
     rotations = Rotations.table_file(table)
 
     def codec(of: Literal["keys", "values"], clip: float) -> kv.Codec:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.errors import KvjaxError
 from kvjax.methods.e8 import E8Lattice, nearest_point
 from tests import fixtures
 from tests.contract import layer
@@ -76,6 +77,11 @@ def test_codes_restore_the_nearest_points(bits):
     assert (np.floor(points).sum(1) % 2 == 0).all()
     for block, point in zip(blocks[::7], points[::7], strict=True):
         np.testing.assert_allclose(np.square(block - point).sum(), nearest_by_trial(block)[1], atol=1e-3)
+
+
+def test_heads_that_are_no_whole_blocks_are_refused():
+    with pytest.raises(KvjaxError, match="blocks of 8 channels, and heads have 12; use `int4`"):
+        E8Lattice(8).check(12)
 
 
 def test_a_batch_is_its_oracle_and_padding_may_hold_infinity():

@@ -192,7 +192,7 @@ REFUSED = {
     "mxfp4:block=0": "block must be at least 1, got 0",
     "nvfp4:k_unit=0": "unit must be above 0, got 0.0",
     "oscar": "group 128 does not divide the head size 32; the nearest that does is 32",
-    "oscar:group=8,recent=20": "residual 20 is no multiple of group 8",
+    "oscar:group=8,recent=20": "recent=20 of oscar is no multiple of group=8; give one, such as 16",
     "oscar:k_clip=1.5": r"clip must lie in \[0, 1\], got 1.5",
     "oscar:table=no/such": "no table of rotations can be read",
     "oscar:group=8 + h2o": "component `decode`",
