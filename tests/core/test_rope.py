@@ -163,7 +163,7 @@ def test_the_json_of_older_scalings_has_the_fields_that_it_had():
         (lambda: RopeScaling("ntk", 2.0), "'ntk' is not supported; supported: 'linear', 'llama3', 'yarn', 'longrope'"),
         (lambda: yarn_scaling(0.0, 4096), "factor of RoPE scaling must be a positive number, got 0.0"),
         (lambda: RopeScaling("linear", True), "must be a positive number, got True"),
-        (lambda: yarn_scaling(2.0, 4096, beta_slow=40.0), r"beta_fast .32. .* must be above beta_slow .40."),
+        (lambda: yarn_scaling(2.0, 4096, beta_slow=40.0), r"beta_fast .32. .* must be at least beta_slow .40."),
         (lambda: RopeScaling("yarn", 2.0, truncate=1), "truncate of RoPE scaling must be true or false, got 1"),
         (lambda: Rope(8, 1.0, YARN), "needs a theta above 1, got 1"),
         (lambda: RopeScaling("longrope", 2.0), "both short_factors and long_factors, got 0 and 0"),
