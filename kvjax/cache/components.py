@@ -371,6 +371,9 @@ class SecondStageScorer:
         """Scores a block's tokens anew, from the scorer's own scores; -inf at empty slots."""
         ...
 
+    def check(self, components: Components) -> None:
+        """Raises IncompatibleMethod for other components of the method that this stage cannot work with."""
+
 
 class EvictableUnits(NamedTuple):
     """The units of a prompt, c tokens each, among which representatives are chosen, and the features to go by."""

@@ -230,6 +230,8 @@ def check_components(m: Components, budgets: tuple[int | None, ...] = ()) -> Non
             f"component `attend`, {m.attend}, and component `read`, {type(m.read).__name__}, both say what the "
             "prompt's own queries read; leave one of them out"
         )
+    if m.second_stage is not None:
+        m.second_stage.check(m)
     if m.side_store is not None:
         m.side_store.check(m)
     if m.layer_budgets is not None:

@@ -8,6 +8,8 @@ from .attention_gate import attention_gate as attention_gate
 from .bfp import bfp as bfp
 from .cake import cake as cake
 from .cam import cam as cam
+from .cap import cap as cap
+from .chunk_budgets import chunk_budgets as chunk_budgets
 from .chunkkv import chunkkv as chunkkv
 from .compactor import compactor as compactor
 from .criticalkv import criticalkv as criticalkv
@@ -16,10 +18,12 @@ from .cur import cur as cur
 from .d2o import d2o as d2o
 from .dms import dms as dms
 from .double_sparsity import double_sparsity as double_sparsity
+from .dropkv import dropkv as dropkv
 from .duo_attention import duo_attention as duo_attention
 from .e8 import e8 as e8
 from .elastic_cache import elastic_cache as elastic_cache
 from .ems import ems as ems
+from .entropy_gated_chunks import entropy_gated_chunks as entropy_gated_chunks
 from .expected_attention import expected_attention as expected_attention
 from .fastkvzip import fastkvzip as fastkvzip
 from .finch import finch as finch
@@ -41,6 +45,7 @@ from .keynorm import keynorm as keynorm
 from .kivi import kivi as kivi
 from .kmeans import kmeans as kmeans
 from .kvarn import kvarn as kvarn
+from .kvcompose import kvcompose as kvcompose
 from .kvcrush import kvcrush as kvcrush
 from .kvmerger import kvmerger as kvmerger
 from .kvquant import kvquant as kvquant
@@ -78,6 +83,7 @@ from .rotatekv import rotatekv as rotatekv
 from .saq import saq as saq
 from .scissorhands import scissorhands as scissorhands
 from .shadowkv import shadowkv as shadowkv
+from .simlayerkv import simlayerkv as simlayerkv
 from .sinks_and_recent import sinks_and_recent as sinks_and_recent
 from .skip_softmax import skip_softmax as skip_softmax
 from .snapkv import snapkv as snapkv

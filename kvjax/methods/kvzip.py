@@ -21,13 +21,15 @@ class ReplayAttention(kv.Scorer):
     """Scores a token by the most attention that it gets while the model repeats its chunk (KVzip, 2505.23416).
 
     For its score, a query of the repetition attends only to the first `sinks` tokens of the prompt, to the chunk that
-    it repeats, to the repetition before it, and to a model's learned sinks. The fields are the arguments of `kvzip`.
+    it repeats, to the repetition before it, and to a model's learned sinks. The fields are the arguments of `kvzip`;
+    `reduce` says whether the largest or the mean over a key/value head's query heads counts.
     """
 
     chunk: kv.PositiveInt = 2048
     lead: kv.NonNegativeInt = 8
     sinks: int = 4
     plus: bool = False
+    reduce: Literal["max", "mean"] = "max"
 
     __post_init__ = kv.check_fields
 
@@ -79,14 +81,15 @@ class ReplayAttention(kv.Scorer):
             q, q_pos, query_scale = queries
             p = kv.attention.softmax(spec.rule.logits(kv.attention.scores(q, keys), pos, q_pos), observation.sinks)
             received = p[..., :size] * query_scale[:, None, None, :, None]
-            return jnp.maximum(most, (received * value_norms[:, :, :, None]).max((2, 3))), None
+            return jnp.maximum(most, (received * value_norms[:, :, :, None]).max(3)), None
 
         blocks = (
             kv.attention.split_blocks(observation.q, 3, 64),
             kv.attention.split_blocks(observation.pos, 1, 64, -1),
             kv.attention.split_blocks(query_scale, 1, 64),
         )
-        most, _ = lax.scan(update, kv.vary(jnp.zeros(chunk.k.shape[:3])), blocks)
+        per_query_head, _ = lax.scan(update, kv.vary(jnp.zeros((*observation.q.shape[:3], size))), blocks)
+        most = per_query_head.max(2) if self.reduce == "max" else per_query_head.mean(2)
         most = jnp.where(chunk_pos >= 0, most, 0.0)
         most = jnp.maximum(lax.dynamic_slice_in_dim(before, first, size, 2), most)
         return lax.dynamic_update_slice_in_dim(before, most, first, 2)

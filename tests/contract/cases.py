@@ -400,6 +400,8 @@ CASES = (
     MethodCase("bfp", "bfp:block=8", "", bfp_bytes),
     sized_case("cake", "cake:budget={},window=2,kernel=3", 6, 100, selection_bytes(6)),
     sized_case("cam", "accumulated:budget={},recent=2 + cam:window=2", 6, 100, selection_bytes(6)),
+    sized_case("cap", "cap:budget={},sinks=1,future=4", 5, 100, selection_bytes(5)),
+    sized_case("chunk_budgets", "keynorm:budget={} + chunk_budgets:chunk=3", 6, 100, selection_bytes(6)),
     sized_case("chunkkv", "chunkkv:budget={},chunk=2,window=2", 6, 100, selection_bytes(6, per_head=False)),
     sized_case("compactor", "compactor:budget={},sinks=1,recent=1,chunk=4,sketch=4", 6, 100, selection_bytes(6)),
     sized_case("criticalkv", "snapkv:budget={},window=2,kernel=3 + criticalkv", 6, 100, selection_bytes(6)),
@@ -438,10 +440,18 @@ CASES = (
         variant="calibrated channels",
     ),
     # One of the battery's two heads keeps all 9 tokens, the other 3, which is 6 on average.
+    sized_case("dropkv", "dropkv:budget={},window=2,kernel=3", 6, 100, selection_bytes(6)),
     sized_case("duo_attention", "duo_attention:sinks=1,recent={},page=4", 2, 100, paged_bytes(6, page=4)),
     MethodCase("e8", "e8:k_bits=4,v_bits=4", "", block_bytes(16 + 2, 16 + 2)),
     sized_case("elastic_cache", "elastic_cache:budget={},sinks=1,distance=3", 6, 100, constant_bytes(7)),
     MethodCase("ems", "ems:budget=6,window=2,threshold=0", "ems:budget=100,window=2", selection_bytes(6)),
+    sized_case(
+        "entropy_gated_chunks",
+        "snapkv:budget={},window=2,kernel=3 + entropy_gated_chunks:chunk=3,kept=1",
+        6,
+        100,
+        selection_bytes(6),
+    ),
     MethodCase(
         "expected_attention",
         "expected_attention:budget=5,sinks=1,future=4",
@@ -510,6 +520,14 @@ CASES = (
         "kmeans", "snapkv:budget={},window=2,kernel=3 + kmeans:share=0.5,iterations=2", 7, 100, selection_bytes(7)
     ),
     sized_case("kvarn", "kvarn:tile={},sinks=2", 4, 24, kvarn_bytes),
+    MethodCase("kvcompose", "kvcompose:budget=4", "kvcompose:budget=100", selection_bytes(4)),
+    MethodCase(
+        "kvcompose",
+        "kvcompose:budget=5,structured=false,page=4",
+        "kvcompose:budget=100,structured=false,page=4",
+        paged_bytes(5, page=4, extra_pages=2),
+        variant="structured=false",
+    ),
     sized_case("kvcrush", "snapkv:budget={},window=2,kernel=3 + kvcrush:share=0.5", 7, 100, selection_bytes(7)),
     sized_case(
         "kvcrush",
@@ -634,6 +652,12 @@ CASES = (
         "shadowkv:budget=2,chunk=2,rank=8,outliers=1,local=1",
         "shadowkv:budget=100,chunk=2,rank=64,outliers=1,local=1",
         shadowkv_bytes,
+    ),
+    MethodCase(
+        "simlayerkv",
+        "simlayerkv:threshold=0,sinks=1,recent=4",
+        "simlayerkv:threshold=1,sinks=1,recent=4",
+        full_bytes,  # of a single layer's slots, before layers divide anything
     ),
     sized_case("sinks_and_recent", "sinks_and_recent:budget={},sinks=2", 5, 100, selection_bytes(5, per_head=False)),
     MethodCase("skip_softmax", "skip_softmax:threshold=0.8,tile=2", "skip_softmax:threshold=0,tile=2", full_bytes),

@@ -20,6 +20,7 @@ CODE = re.compile(r"`([^`]+)`")
 COMPARED = {
     "AdaKVPress": "adakv",
     "CURPress": "cur",
+    "CapPress": "cap",
     "ChunkKVPress": "chunkkv",
     "CompactorPress": "compactor",
     "CompressionRatioDecodingPress": "decoding_of_text_keydiff",
@@ -28,10 +29,12 @@ COMPARED = {
     "DMSPress": "dms",
     "DecodingPress": "decoding_keydiff",
     "DuoAttentionPress": "duo",
+    "EntropyGatedChunkKVPress": "entropy",
     "ExpectedAttentionPress": "expected",
     "ExpectedAttentionStatsPress": "stats",
     "FastKVzipPress": "fastkvzip",
     "KVzapPress": "kvzap",
+    "KVComposePress": "kvcompose",
     "KVzipPress": "kvzip_model",
     "FinchPress": "finch",
     "KeyDiffPress": "keydiff",
@@ -46,6 +49,7 @@ COMPARED = {
     "PrefillDecodingPress": "decoding_keydiff",
     "PyramidKVPress": "pyramidkv",
     "QFilterPress": "qfilters",
+    "SimLayerKVPress": "simlayer",
     "SnapKVPress": "snapkv",
     "StreamingLLMPress": "streaming",
     "TOVAPress": "tova",
@@ -54,9 +58,8 @@ COMPARED = {
 """The presses that tests/methods/test_public_eviction.py compares with ours, and the names of their cases there."""
 
 OTHERS = """
-BasePress BlockPress CAMPress CapPress ChunkPress ComposedPress
-EntropyGatedChunkKVPress KVComposePress KVPressTextGenerationPipeline KVgradPress PerLayerCompressionPress
-RandomPress RestoreKVPress ScorerPress SimLayerKVPress
+BasePress BlockPress CAMPress ChunkPress ComposedPress KVPressTextGenerationPipeline KVgradPress
+PerLayerCompressionPress RandomPress RestoreKVPress ScorerPress
 """.split()
 """All other names in `__all__` of kvpress 0.5.5."""
 

@@ -83,6 +83,14 @@ METHODS = {
             methods.expected_attention(FIELD, epsilon=0.02, recent=1), methods.lukv(str(PUBLISHED / "lukv.npy"))
         ),
     ),
+    "kvpress_entropy": (
+        "gqa",
+        kvjax.compose(methods.snapkv(FIELD, **AVG, per="layer"), methods.entropy_gated_chunks(chunk=4, kept=2)),
+    ),
+    "kvpress_chunk": ("gqa", kvjax.compose(methods.keynorm(FIELD), methods.chunk_budgets(20))),
+    "kvpress_cap": ("gqa", methods.cap(FIELD)),
+    "kvpress_kvcompose": ("gqa", methods.kvcompose(FIELD)),
+    "kvpress_simlayer": ("gqa", methods.simlayerkv(0.5, recent=57)),
     **{f"kvpress_think{kept}": ("gqa", methods.think(1 - kept / 100, recent=0)) for kept in (75, 50, 25)},
     "kvpress_rerotated_snapkv": ("gqa", kvjax.compose(methods.snapkv(FIELD, **AVG), methods.rerotated())),
     "kvpress_rerotated_keydiff": ("gqa", kvjax.compose(methods.keydiff(FIELD), methods.rerotated())),

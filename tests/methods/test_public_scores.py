@@ -25,6 +25,7 @@ from kvjax.core.attention_mass import Observation
 from kvjax.core.rope import Rope
 from kvjax.core.types import KVBlock
 from kvjax.methods.cam import ValueSpread
+from kvjax.methods.cap import Capacity
 from kvjax.methods.compactor import compactor
 from kvjax.methods.criticalkv import OutputScores
 from kvjax.methods.cur import Cur
@@ -65,11 +66,13 @@ SELECTED = {
     # case -> our selection; tokens that it keeps in any case have no score there, and a constant in kvpress
     "leverage": make_selection(LeverageScore(), HALF),
     "noncausal": make_selection(NoncausalAttention(chunk=25), HALF),
+    "cap": make_selection(Capacity(), HALF, sinks=4),
     "compactor": compactor(HALF, chunk=19).select,
     "compactor_blend": compactor(HALF, chunk=2, blend="0.35").select,
 }
 PRESSES = {
     "CURPress": "cur",
+    "CapPress": "cap",
     "CompactorPress": "compactor",
     "CriticalKVPress": "criticalkv",
     "ExpectedAttentionPress": "expected",
@@ -85,7 +88,6 @@ PRESSES = {
     "TOVAPress": "tova",
     "RandomPress": "Its numbers are those of torch's generator; ours go by seed, head and position.",
     "ExpectedAttentionStatsPress": "Its numbers are a file: test_public_eviction compares the tokens that stay.",
-    "CapPress": "Not here, see docs/generate/field.toml.",
     "KVzapPress": "Its numbers are a file: test_public_eviction compares the tokens that stay.",
     "QFilterPress": "Its numbers are a file: test_public_eviction compares the tokens that stay.",
 }
