@@ -8,9 +8,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from kvjax import method_api as kv
-from kvjax.cache.eviction.competition import level_components
 from kvjax.cache.eviction.selection import score_candidates
-from kvjax.cache.protocol import Replay
 from kvjax.methods.kvzip import ReplayAttention
 
 WHOLE_PROMPT = 2**30  # tokens of a chunk that no prompt exceeds
@@ -20,15 +18,10 @@ WHOLE_PROMPT = 2**30  # tokens of a chunk that no prompt exceeds
 class RepeatedAttention(ReplayAttention):
     """Scores a token by the most attention that it gets in a repetition, mean over query heads, plus all heads' mean.
 
-    The prompt is repeated without an instruction. The fields are those of `ReplayAttention` and an argument of
-    `kvcompose`.
+    The fields are those of `ReplayAttention`, and `value_norms` of `kvcompose`.
     """
 
     value_norms: bool = False
-
-    @property
-    def replay(self) -> Replay:
-        return Replay(chunk_tokens=self.chunk, lead_tokens=self.lead, first="", later="")
 
     def scores(self, block: kv.KVBlock, observation: kv.Observation | None, spec: kv.LayerSpec) -> kv.Scores:
         received = self.require_observation(observation).replay_scores
@@ -75,8 +68,6 @@ def kvcompose(
     budget: kv.TokenBudget = 1024,
     chunk: kv.NonNegativeInt = 0,
     value_norms: bool = False,
-    structured: bool = True,
-    page: int = 16,
 ) -> kv.Method:
     """Keeps the tokens that a repetition of the prompt attends to, equally many in all heads of a layer.
 
@@ -90,21 +81,18 @@ def kvcompose(
 
     Differs:
       The paper's task prompts, kvpress' `register_prompt_ids`, are not here: the prompt itself is repeated, as in
-      kvpress (KVComposePress) without them. A layer that wins no composite keeps one token, as there.
+      kvpress (KVComposePress) without them. Heads of unequal length, its `structured=False`, are not here; 'kvzip' has
+      them.
 
     Args:
       budget: as in `make_selection`, on average over the layers.
       chunk: tokens of the prompt that are repeated at a time, which bounds memory; 0 for the whole prompt (kvpress).
       value_norms: whether scores are multiplied by the norm of the value first.
-      structured: whether all heads of a layer keep equally many tokens; false has all heads of all layers compete, as
-        under 'kvzip'.
-      page: slots of a page, in which heads of unequal length are stored, with structured=false.
 
     Reference:
       KVCompose, Akulov et al. 2025, arXiv 2509.05165; constants of its press in kvpress
     """
-    scorer = RepeatedAttention(chunk or WHOLE_PROMPT, lead=0, sinks=0, reduce="mean", value_norms=value_norms)
-    select = kv.make_selection(scorer, budget)
-    if structured:
-        return kv.Method(select=select, layer_budgets=CompositeRanking())
-    return kv.Method(select=select, **level_components("model", page))
+    scorer = RepeatedAttention(
+        chunk or WHOLE_PROMPT, lead=0, sinks=0, reduce="mean", has_instructions=False, value_norms=value_norms
+    )
+    return kv.Method(select=kv.make_selection(scorer, budget), layer_budgets=CompositeRanking())

@@ -22,7 +22,8 @@ class ReplayAttention(kv.Scorer):
 
     For its score, a query of the repetition attends only to the first `sinks` tokens of the prompt, to the chunk that
     it repeats, to the repetition before it, and to a model's learned sinks. The fields are the arguments of `kvzip`;
-    `reduce` says whether the largest or the mean over a key/value head's query heads counts.
+    `reduce` says whether the largest or the mean over a key/value head's query heads counts, and `has_instructions`
+    whether the model is told what to repeat.
     """
 
     chunk: kv.PositiveInt = 2048
@@ -30,13 +31,15 @@ class ReplayAttention(kv.Scorer):
     sinks: int = 4
     plus: bool = False
     reduce: Literal["max", "mean"] = "max"
+    has_instructions: bool = True
 
     __post_init__ = kv.check_fields
 
     @property
     def replay(self) -> Replay:
-        """The second pass, with KVzip's instructions."""
-        return Replay(chunk_tokens=self.chunk, lead_tokens=self.lead, first=FIRST_INSTRUCTION, later=LATER_INSTRUCTION)
+        """The second pass, with KVzip's instructions or none."""
+        first, later = (FIRST_INSTRUCTION, LATER_INSTRUCTION) if self.has_instructions else ("", "")
+        return Replay(chunk_tokens=self.chunk, lead_tokens=self.lead, first=first, later=later)
 
     @property
     def needs_output(self) -> bool:

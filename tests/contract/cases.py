@@ -521,13 +521,6 @@ CASES = (
     ),
     sized_case("kvarn", "kvarn:tile={},sinks=2", 4, 24, kvarn_bytes),
     MethodCase("kvcompose", "kvcompose:budget=4", "kvcompose:budget=100", selection_bytes(4)),
-    MethodCase(
-        "kvcompose",
-        "kvcompose:budget=5,structured=false,page=4",
-        "kvcompose:budget=100,structured=false,page=4",
-        paged_bytes(5, page=4, extra_pages=2),
-        variant="structured=false",
-    ),
     sized_case("kvcrush", "snapkv:budget={},window=2,kernel=3 + kvcrush:share=0.5", 7, 100, selection_bytes(7)),
     sized_case(
         "kvcrush",

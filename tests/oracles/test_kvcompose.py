@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax.cache.protocol import Replay
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import KVBlock
-from kvjax.methods.kvcompose import CompositeRanking, Composites, RepeatedAttention
+from kvjax.methods.kvcompose import CompositeRanking, Composites, kvcompose
 from tests.contract import layer
 
 
@@ -40,7 +41,9 @@ def layer_counts(scores: np.ndarray, quota: int) -> list[int]:
 
 @pytest.mark.parametrize("value_norms", [False, True])
 def test_scores_are_those_of_the_repetition(value_norms):
-    batch, scorer = layer.random_batch(1), RepeatedAttention(2**30, 0, 0, reduce="mean", value_norms=value_norms)
+    bound = layer.bind(kvcompose(5, value_norms=value_norms))
+    batch, scorer = layer.random_batch(1), bound.method.select.scorer
+    assert bound.needs.replay == Replay(2**30, 0, first="", later="")  # no words come before the repetition
     q, block = layer.prompt(batch)
     lengths = jnp.asarray(batch.lengths)[:, None, None]
     new = KVBlock(block.k[..., ::-1], block.v, jnp.where(block.pos >= 0, block.pos + lengths, -1))
