@@ -43,7 +43,9 @@ def layer_counts(scores: np.ndarray, quota: int) -> list[int]:
 def test_scores_are_those_of_the_repetition(value_norms):
     bound = layer.bind(kvcompose(5, value_norms=value_norms))
     batch, scorer = layer.random_batch(1), bound.method.select.scorer
-    assert bound.needs.replay == Replay(2**30, 0, first="", later="")  # no words come before the repetition
+    assert bound.needs.replay == Replay(
+        chunk_tokens=2**30, lead_tokens=0, first="", later=""
+    )  # no words come before the repetition
     q, block = layer.prompt(batch)
     lengths = jnp.asarray(batch.lengths)[:, None, None]
     new = KVBlock(block.k[..., ::-1], block.v, jnp.where(block.pos >= 0, block.pos + lengths, -1))
