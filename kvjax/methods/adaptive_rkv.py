@@ -59,7 +59,7 @@ class BlockDiversity(kv.Scorer):
         is_heavy = self._heavy_blocks(by_attention / total, is_block)
         is_other = is_evictable & ~jnp.take_along_axis(is_heavy, of_block, 1)
         similarity = kv.over_heads.mean(mean_similarity(block.k, is_evictable, is_other))[:, 0]
-        diverse = -sum_blocks(similarity) / (2 * self.block)
+        diverse = -sum_blocks(similarity) / (2.0 * self.block)
         score = jnp.where(is_heavy, 1.0 + by_attention / total, diverse)
         per_token = jnp.take_along_axis(score, of_block, 1) / self.block  # the selection sums them
         return kv.token_scores(jnp.broadcast_to(per_token[:, None], block.k.shape[:3]), block)

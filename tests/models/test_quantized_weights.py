@@ -26,7 +26,7 @@ CONFIG = kvjax.Config.llama(
     vocab_size=96, width=40, layers=2, heads=8, kv_heads=4, head_dim=8, mlp_width=160, qkv_bias=True
 )
 PROMPTS, MORE = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [8, 9, 7, 9]], [[3, 2, 3], [8, 4]]
-CLOSE = 1e-5  # of the largest logit
+CLOSE = 2e-5  # of the largest logit: the order of sums moves float32 by up to 1.4e-5, by processor and version
 
 
 @functools.cache
