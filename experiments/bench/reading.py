@@ -77,7 +77,7 @@ class Row:
 
     @property
     def num_devices(self) -> int:
-        """All devices of the topology: 1 of h200, 8 of h200:8 and of v5e:2x4."""
+        """All devices of the topology: 1 of h200, 8 of h200:8 and of v5e:2x4, over which heads are spread."""
         return math.prod(map(int, re.findall(r"\d+", self.topology.partition(":")[2])))
 
 
