@@ -11,7 +11,7 @@ from kvjax.cache.calibration.bases import Bases, JointBases, sum_outer_products
 from kvjax.cache.calibration.head_tables import HeadWeights, RetrievalHeads
 from kvjax.cache.calibration.table_file import PublishedFile, TableFile
 from kvjax.cache.calibration.table_kinds import TableKind, register_table_kind
-from kvjax.cache.calibration.text_halves import split_halves
+from kvjax.cache.calibration.text_halves import fit_linear_map, split_halves, sum_moments
 from kvjax.cache.codecs import bit_packing
 from kvjax.cache.codecs.bit_packing import RowBits
 from kvjax.cache.codecs.exact_prefix import ExactPrefix
@@ -66,11 +66,12 @@ from kvjax.core import attention, memory
 from kvjax.core.attention import MASKED_LOGIT
 from kvjax.core.attention_mass import Observation, attention_mass, attention_rows
 from kvjax.core.gradients import refuse_gradient
+from kvjax.core.matmul import matmul_in_float32
 from kvjax.core.mesh import over_heads, vary
 from kvjax.core.random import draw
 from kvjax.core.rope import Rope
 from kvjax.core.step_bytes import StepBytes
-from kvjax.core.top_k import covering_mask, mask_to_slots, top_k, top_k_mask
+from kvjax.core.top_k import covering_mask, mask_to_slots, rank, top_k, top_k_mask
 from kvjax.core.types import Array, KVBlock, Partial, exportable, gather_tokens, pytree
 from kvjax.errors import GradientThroughBits, IncompatibleMethod, KvjaxError
 from kvjax.registry.loading import load_methods
@@ -186,6 +187,8 @@ __all__ = [
     "HeadWeights",  # table: each head's need for all tokens
     "RetrievalHeads",  # table: each head's attention to earlier copies of a text
     "split_halves",  # marks the tokens and queries of the two halves of a text
+    "sum_moments",  # sums what a linear map from tokens' vectors to targets is fitted to
+    "fit_linear_map",  # fits it, by ridge regression
     "sum_outer_products",  # sums outer products of vectors
     # Attention and arrays
     "attention",  # module: logits, weights, masks and merging of partial attention
@@ -195,8 +198,10 @@ __all__ = [
     "MASKED_LOGIT",  # the logit of a hidden token
     "memory",  # module: device and host memory
     "gather_tokens",  # takes the token vectors [B K S H] of some slots, from either memory
+    "matmul_in_float32",  # a product of matrices in full float32, on GPUs and TPUs too
     "top_k",  # the k highest entries and their indices, without a sort on a GPU
     "top_k_mask",  # marks the k highest of the allowed entries; ties go to the lower index
+    "rank",  # the place of each entry, highest first
     "covering_mask",  # marks the fewest entries that reach a share of the sum
     "mask_to_slots",  # lists the marked slots
     "over_heads",  # runs a function on each device's heads

@@ -56,6 +56,11 @@ def matmul(x: Float[Array, "T D"], w: Float[Array, "D F"] | Mapping[str, Array])
     return (product * kernel["scale"].astype(product.dtype)[None]).astype(x.dtype)
 
 
+def matmul_in_float32(x: Float[Array, "..."], y: Float[Array, "..."]) -> Float32[Array, "..."]:
+    """Multiplies matrices in full float32; by default GPUs and TPUs multiply in fewer bits."""
+    return jnp.matmul(x.astype(jnp.float32), y.astype(jnp.float32), precision=lax.Precision.HIGHEST)
+
+
 def _multiply(x: Array, w: Array, dtype: Any) -> Array:
     """Multiplies x [T D] by w [D F] and returns the sums in a dtype."""
     if _sums_in_float32(x):

@@ -90,6 +90,12 @@ def top_k_mask(
     return selected | (tied & (remaining > 0) & (index <= last))
 
 
+def rank(x: Float[Array, "*rest U"]) -> Int32[Array, "*rest U"]:
+    """Ranks the entries along the last axis, the highest is 0; ties go to the lower index."""
+    order = jnp.argsort(-x, axis=-1, stable=True)
+    return jnp.argsort(order, axis=-1).astype(jnp.int32)
+
+
 BOUNDARY_ROUNDING = 1e-6
 """Relative error of a sum that counts as reaching its bound. Sums in float32 of .3, .3 and .2 miss .8 by a few units in
 the last place, and an entry more or less would be a matter of luck."""

@@ -66,11 +66,9 @@ class BlockDiversity(kv.Scorer):
 
     def _heavy_blocks(self, attention: kv.Array, is_block: kv.Array) -> kv.Array:
         """Finds the blocks of the largest attention f32[B blocks] until `mass` of it is reached: bool[B blocks]."""
-        order = jnp.argsort(-jnp.where(is_block, attention, -1.0), -1, stable=True)
-        falling = jnp.take_along_axis(jnp.where(is_block, attention, 0.0), order, 1)
-        before = jnp.cumsum(falling, -1) - falling
-        rank = jnp.argsort(order, -1, stable=True)
-        return jnp.take_along_axis(before < self.mass, rank, 1) & is_block
+        falling = -jnp.sort(-jnp.where(is_block, attention, 0.0), axis=-1)
+        rank = kv.rank(jnp.where(is_block, attention, -1.0))
+        return jnp.take_along_axis(kv.covering_mask(falling, self.mass), rank, 1) & is_block
 
 
 def mean_similarity(keys: kv.Array, rows: kv.Array, columns: kv.Array, at_once: int = 256) -> kv.Array:

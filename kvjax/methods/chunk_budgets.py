@@ -8,7 +8,6 @@ from typing import ClassVar
 import jax.numpy as jnp
 
 from kvjax import method_api as kv
-from kvjax.methods.entropy_gated_chunks import rank
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +26,7 @@ class ChunkRanks(kv.SecondStageScorer):
         chunks = jnp.pad(own, [(0, 0), (0, 0), (0, -S % self.chunk)], constant_values=-jnp.inf)
         chunks = chunks.reshape(B, K, -1, self.chunk)
         num_tokens = jnp.maximum((chunks > -jnp.inf).sum(-1, keepdims=True, dtype=jnp.int32), 1).astype(jnp.float32)
-        fraction = (rank(chunks) + 1).astype(jnp.float32) / num_tokens
+        fraction = (kv.rank(chunks) + 1).astype(jnp.float32) / num_tokens
         return jnp.where(own > -jnp.inf, -fraction.reshape(B, K, -1)[:, :, :S], -jnp.inf)
 
 

@@ -42,9 +42,9 @@ class EntropyGate(kv.SecondStageScorer):
         is_important = mean >= lower_median(mean, has_tokens)
         is_uneven = entropy < lower_median(entropy, has_tokens)
         offered = jnp.where(is_important & is_uneven, self.kept, size)
-        place = rank(chunks)
-        in_line = rank(jnp.where(has_tokens, mean, -jnp.inf))[:, :, None] * size + place
-        behind = chunks.shape[1] * size + rank(scores).reshape(chunks.shape)
+        place = kv.rank(chunks)
+        in_line = kv.rank(jnp.where(has_tokens, mean, -jnp.inf))[:, :, None] * size + place
+        behind = chunks.shape[1] * size + kv.rank(scores).reshape(chunks.shape)
         order = jnp.where(place < offered[:, :, None], in_line, behind).reshape(scores.shape)[:, None, :S]
         return jnp.where(own > -jnp.inf, -order.astype(jnp.float32), -jnp.inf)
 
@@ -55,12 +55,6 @@ class EntropyGate(kv.SecondStageScorer):
                 f"entropy_gated_chunks (component `second_stage`) makes chunks of {self.chunk} tokens itself, and "
                 f"component `select` keeps units of {components.select.granularity.size} tokens whole; leave `unit` out"
             )
-
-
-def rank(x: kv.Array) -> kv.Array:
-    """i32: the place of each entry along the last axis, highest first; ties go to the earlier one."""
-    order = jnp.argsort(-x, axis=-1, stable=True)
-    return jnp.argsort(order, axis=-1, stable=True).astype(jnp.int32)
 
 
 def lower_median(x: kv.Array, counts: kv.Array) -> kv.Array:

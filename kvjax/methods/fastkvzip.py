@@ -34,7 +34,7 @@ class FastKVzipGates(ScoreRegression):
     """
 
     def arrays(self, counted: dict[str, np.ndarray], spec: kv.LayerSpec) -> Mapping[str, np.ndarray]:
-        weight, bias = self.fit(counted)
+        weight, bias = kv.fit_linear_map(counted, self.ridge)
         K, D = weight.shape
         query, query_bias = np.zeros((K, spec.num_groups, 2, D)), np.zeros((K, spec.num_groups, 2))
         query[:, :, 0], query_bias[:, :, 0], query_bias[:, :, 1] = weight[:, None], bias[:, None], CALIBRATED_BIAS

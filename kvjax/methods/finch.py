@@ -39,8 +39,7 @@ class QuestionAttention(kv.Scorer):
         # The best of a half of each chunk are the best half of all tokens: chunks keep parts in proportion.
         by_chunk = jnp.pad(jnp.where(is_token, scores, -jnp.inf), padding, constant_values=-jnp.inf)
         by_chunk = by_chunk.reshape(B, K, -1, self.chunk)
-        order = jnp.argsort(-by_chunk, -1, stable=True)
-        rank = jnp.argsort(order, -1, stable=True).astype(jnp.float32)
+        rank = kv.rank(by_chunk).astype(jnp.float32)
         length = jnp.pad(is_token, padding).reshape(B, is_token.shape[1], -1, self.chunk).sum(-1, keepdims=True)
         return -(rank / jnp.maximum(length, 1).astype(jnp.float32)).reshape(B, K, -1)[:, :, :S]
 

@@ -51,11 +51,6 @@ class NormalizedTiles(kv.Codec):
     def encode(self, x: kv.Array, pos: kv.Array) -> TileState:
         S, H = x.shape[2:]
         kv.bit_packing.check_fills(H, self.bits)
-        if H & (H - 1):
-            raise kv.KvjaxError(
-                f"KVarN rotates heads by Hadamard's matrix, which exists here for powers of two, and heads have {H} "
-                "channels; use `kivi`, which does not rotate"
-            )
         num_coded = (pos[:, 0] >= 0).sum(-1, dtype=jnp.int32) // self.tile * self.tile
         x = _rotate(jnp.where((pos >= 0)[..., None], x, jnp.zeros((), x.dtype))).astype(x.dtype)
         padded = jnp.pad(x, [(0, 0), (0, 0), (0, -S % self.tile), (0, 0)])

@@ -9,7 +9,6 @@ from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from kvjax import method_api as kv
 from kvjax.cache.codecs import blockwise
@@ -128,7 +127,7 @@ class TransformCoded(kv.Codec):
         # The components are summed, and their sum expanded once, in place of every value.
         mixed = blockwise.mix(p, C, blockwise.tile_size(B * K, S, C), decode_tile)
         mean = p.sum(-1, keepdims=True) * stored.mean[:, :, None]
-        return _matmul(mixed, stored.basis.swapaxes(2, 3)[:, :, None]) + mean
+        return kv.matmul_in_float32(mixed, stored.basis.swapaxes(2, 3)[:, :, None]) + mean
 
     def _code(self, x: kv.Array, basis: kv.Array, mean: kv.Array) -> kv.Array:
         """Codes tokens [B K n H]: uint32[B K n words]."""
@@ -136,7 +135,7 @@ class TransformCoded(kv.Codec):
         # The columns are orthogonal: over their squared lengths they are their own inverse. A direction along which
         # the table's text does not vary has no length, and no component.
         inverse = basis / jnp.maximum(jnp.square(basis).sum(2, keepdims=True), 1e-12)
-        components, words, start = _matmul(x - mean, inverse), [], 0
+        components, words, start = kv.matmul_in_float32(x - mean, inverse), [], 0
         for bits, count in self._runs():
             level = kv.lloyd_max_levels(1, bits)
             middles = jnp.asarray((level[1:] + level[:-1]) / 2)
@@ -158,7 +157,7 @@ class TransformCoded(kv.Codec):
         return jnp.concatenate(found, -1)[..., : self._num_components()]
 
     def _expand(self, words: kv.Array, stored: TransformState) -> kv.Array:
-        x = _matmul(self._components(words), stored.basis.swapaxes(2, 3)) + stored.mean
+        x = kv.matmul_in_float32(self._components(words), stored.basis.swapaxes(2, 3)) + stored.mean
         return x.astype(stored.dtype)
 
     def _runs(self) -> list[tuple[int, int]]:
@@ -191,11 +190,6 @@ class TransformCoded(kv.Codec):
 @functools.cache
 def _allocate_words(variances: bytes, num_words: int) -> tuple[int, ...]:
     return allocate_words(np.frombuffer(variances), num_words)
-
-
-def _matmul(x: kv.Array, y: kv.Array) -> kv.Array:
-    # Full float32: by default GPUs and TPUs multiply in fewer bits.
-    return jnp.matmul(x, y, precision=lax.Precision.HIGHEST)
 
 
 @kv.register_method(example="kvtc:recent=32", family="quantization by token")

@@ -25,7 +25,7 @@ class ScoreRegression(kv.TableKind):
     attention that any later query and query head pays it.
 
     Args:
-      ridge: 1 / ridge of the inputs' mean variance is added to their variances.
+      ridge: as in `fit_linear_map`.
     """
 
     ridge: kv.PositiveInt = 1000
@@ -41,26 +41,8 @@ class ScoreRegression(kv.TableKind):
         scores = repetition_scores(block.clean(), observation, later, spec.rule, self.plus)
         # A sliding window may hide a token from all later queries; such a token has no target.
         has_target = earlier[:, :1] & kv.over_heads.any(scores > 0)
-        x = jnp.where(has_target[:, 0, :, None], observation.hidden_states[:, 0].astype(jnp.float32), 0.0)
-        y = jnp.where(has_target, jnp.log(jnp.maximum(scores, SMALLEST_SCORE)), 0.0)
-        return {
-            "tokens": has_target.sum(2, keepdims=True, dtype=jnp.float32),
-            "x": x.sum(1)[:, None],
-            "y": y.sum(2, keepdims=True),
-            "xx": jnp.einsum("btc,btd->bcd", x, x, precision=lax.Precision.HIGHEST)[:, None],
-            "xy": jnp.einsum("btc,bkt->bkc", x, y, precision=lax.Precision.HIGHEST),
-        }
-
-    def fit(self, counted: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """Fits the map f64[K D] and its offsets f64[K]."""
-        tokens = counted["tokens"].item()
-        if not tokens:
-            raise kv.KvjaxError("no token of these texts is asked by a later one; give texts of at least 2 tokens")
-        x, y = counted["x"] / tokens, counted["y"] / tokens
-        covariance = counted["xx"][0] / tokens - x.T @ x
-        covariance += np.eye(len(covariance)) * (np.trace(covariance) / len(covariance) / self.ridge + 1e-12)
-        weight = np.linalg.solve(covariance, (counted["xy"] / tokens - y * x).T).T
-        return weight, (y - weight @ x.T)[:, 0]
+        hidden = observation.hidden_states[:, 0].astype(jnp.float32)
+        return kv.sum_moments(hidden, jnp.log(jnp.maximum(scores, SMALLEST_SCORE)), has_target)
 
 
 @kv.register_table_kind("kvzap")
@@ -77,7 +59,7 @@ class KVzapTable(ScoreRegression):
     needs_output = True
 
     def arrays(self, counted: dict[str, np.ndarray], spec: kv.LayerSpec) -> Mapping[str, np.ndarray]:
-        return linear_network(*self.fit(counted))
+        return linear_network(*kv.fit_linear_map(counted, self.ridge))
 
     @staticmethod
     def read_published(file: kv.PublishedFile, spec: kv.LayerSpec) -> Sequence[Mapping[str, np.ndarray]]:

@@ -28,7 +28,7 @@ class RetainingHeads(kv.TableKind):
     one linear function.
 
     Args:
-      ridge: 1 / ridge of the inputs' mean variance is added to their variances.
+      ridge: as in `fit_linear_map`.
     """
 
     ridge: kv.PositiveInt = 1000
@@ -44,26 +44,12 @@ class RetainingHeads(kv.TableKind):
         has_target = earlier[:, :1] & kv.over_heads.any(target > kv.MASKED_LOGIT / 2)
         own = network_inputs(observation.q, observation.pos, block.k[:, :, None], block.v[:, :, None], spec.rope)
         every = jnp.moveaxis(kv.over_heads.gather(own), 1, 2)
-        x = jnp.where(has_target[:, 0, :, None], every.reshape(*every.shape[:2], -1), 0.0)
-        y = jnp.where(has_target, target, 0.0)
-        return {
-            "tokens": has_target.sum(2, keepdims=True, dtype=jnp.float32),
-            "x": x.sum(1)[:, None],
-            "y": y.sum(2, keepdims=True),
-            "xx": jnp.einsum("btc,btd->bcd", x, x, precision=lax.Precision.HIGHEST)[:, None],
-            "xy": jnp.einsum("btc,bkt->bkc", x, y, precision=lax.Precision.HIGHEST),
-        }
+        return kv.sum_moments(every.reshape(*every.shape[:2], -1), target, has_target)
 
     def arrays(self, counted: dict[str, np.ndarray], spec: kv.LayerSpec) -> Mapping[str, np.ndarray]:
-        tokens = counted["tokens"].item()
-        if not tokens:
-            raise kv.KvjaxError("no token of these texts is asked by a later one; give texts of at least 2 tokens")
-        x, y = counted["x"] / tokens, counted["y"] / tokens
-        covariance = counted["xx"][0] / tokens - x.T @ x
-        covariance += np.eye(len(covariance)) * (np.trace(covariance) / len(covariance) / self.ridge + 1e-12)
-        # [K*((G+1)*H+Hv) K], a column for a head
-        linear = np.linalg.solve(covariance, (counted["xy"] / tokens - y * x).T)
-        weights = ungroup_heads(linear.reshape(spec.num_kv_heads, -1, spec.num_kv_heads), spec)
+        # The network has no offsets, which change no order of a head's tokens.
+        linear, _ = kv.fit_linear_map(counted, self.ridge)  # [K K*((G+1)*H+Hv)]
+        weights = ungroup_heads(linear.T.reshape(spec.num_kv_heads, -1, spec.num_kv_heads), spec)
         same = np.eye(spec.num_kv_heads)
         arrays = {"fc1": np.concatenate([weights, -weights]), "fc2": np.concatenate([same, -same], 1)}
         return {name: array.astype(np.float32) for name, array in arrays.items()}

@@ -46,7 +46,7 @@ class BudgetCurves(kv.TableKind):
         num_kept = lengths[:, None] * jnp.asarray(PERCENTS, jnp.int32)[None] // 100  # i32[B 99], of a head in the mean
         num_units = L * K * jnp.maximum(num_kept - always, 0) // size
         scores = jnp.moveaxis(measures.scores, 1, 0).reshape(B, -1)
-        rank = jnp.argsort(jnp.argsort(-scores, axis=1), axis=1).astype(jnp.int32).reshape(B, L, K, U)
+        rank = kv.rank(scores).reshape(B, L, K, U)
         own_units = (rank[..., None] < num_units[:, None, None, None]).sum(3, dtype=jnp.int32)  # [B L K 99]
         tokens = (always[:, :, None, None] + own_units * size).astype(jnp.float32)
         shares = jnp.moveaxis(tokens / lengths.astype(jnp.float32)[:, None, None, None], 1, 0)

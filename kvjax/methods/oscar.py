@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from kvjax import method_api as kv
 from kvjax.cache.calibration.bases import group_size
@@ -41,7 +40,7 @@ class Rotations(kv.TableKind):
         num_tokens = jnp.maximum(is_real.sum(2, keepdims=True, dtype=jnp.float32), 1.0)  # [B 1|K 1 1]
         B, K, G, Q, H = q.shape
         queries = kv.sum_outer_products(q.reshape(B, K, G * Q, H)) / G
-        weights = (_matmul(k, queries) * k).sum(-1, keepdims=True)
+        weights = (kv.matmul_in_float32(k, queries) * k).sum(-1, keepdims=True)
         weights = weights / jnp.maximum(weights.sum(2, keepdims=True), 1e-12) * num_tokens
         values = kv.sum_outer_products(v * jnp.sqrt(jnp.maximum(weights, 0.0)))
         return {"tokens": jnp.broadcast_to(num_tokens, (B, K, 1, 1)), "keys": queries, "values": values}
@@ -56,22 +55,12 @@ class Rotations(kv.TableKind):
 def make_rotation(covariance: np.ndarray) -> np.ndarray:
     """Makes the rotation f64[C C] of a covariance f64[C C]; C is a power of two."""
     size = len(covariance)
-    check_width(size)
     spread = np.linalg.eigh(covariance)[1] @ hadamard(size).astype(np.float64)
     num_bits = size.bit_length() - 1
     reversed_bits = [int(f"{i:0{num_bits}b}"[::-1], 2) if num_bits else 0 for i in range(size)]
     # `eigh` sorts by rising eigenvalue. Column j of the result is that of the r-th largest, r being j with its bits
     # reversed, so that large and small ones take turns and neighbors in a group are unlike.
     return spread[:, size - 1 - np.array(reversed_bits)]
-
-
-def check_width(size: int) -> None:
-    """Raises KvjaxError for a width of heads that Hadamard's matrix does not have."""
-    if size & (size - 1):
-        raise kv.KvjaxError(
-            f"OSCAR rotates heads by Hadamard's matrix, which exists here for powers of two, and heads have {size} "
-            "channels; use `kivi`, which does not rotate"
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,10 +122,10 @@ class CalibratedRotation(kv.CodecWrapper):
 
     def scores(self, q: kv.Array, stored: RotatedState) -> kv.Array:
         # A rotation of queries and keys changes no dot product, so the keys stay rotated.
-        return self.inner.scores(_matmul(q, stored.rotation[:, :, None]), stored.inner)
+        return self.inner.scores(kv.matmul_in_float32(q, stored.rotation[:, :, None]), stored.inner)
 
     def mix(self, p: kv.Array, stored: RotatedState) -> kv.Array:
-        return _matmul(self.inner.mix(p, stored.inner), stored.rotation.swapaxes(2, 3)[:, :, None])
+        return kv.matmul_in_float32(self.inner.mix(p, stored.inner), stored.rotation.swapaxes(2, 3)[:, :, None])
 
     def _read_table(self) -> np.ndarray:
         """The rotation of each head of the layer, f32[K H H]."""
@@ -154,12 +143,7 @@ class CalibratedRotation(kv.CodecWrapper):
 
 def _rotate(x: kv.Array, rotation: kv.Array) -> kv.Array:
     """x [B K n H] times each head's matrix f32[1 K H H], in x's dtype."""
-    return _matmul(x, rotation).astype(x.dtype)
-
-
-def _matmul(x: kv.Array, y: kv.Array) -> kv.Array:
-    # Full float32: by default GPUs and TPUs multiply in fewer bits.
-    return jnp.matmul(x.astype(jnp.float32), y, precision=lax.Precision.HIGHEST)
+    return kv.matmul_in_float32(x, rotation).astype(x.dtype)
 
 
 @kv.register_method(example="oscar:group=32,sinks=8,recent=32", family="quantization by token")

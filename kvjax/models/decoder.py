@@ -18,7 +18,7 @@ from kvjax.core.rope import rotate
 from kvjax.core.top_k import top_k
 from kvjax.core.types import Array
 from kvjax.models.config import Config
-from kvjax.models.kinds import LayerKind, MlpKind
+from kvjax.models.kinds import LayerKind, MlpKind, QueryTemperature
 from kvjax.models.layers import Linear, RMSNorm
 from kvjax.models.quantized_params import CHOICE_BIAS
 
@@ -116,6 +116,12 @@ class Attention(nn.Module):
         q = jnp.concatenate([q[..., :rotated], absorbed], -1)[:, :, None]
         k = jnp.concatenate([down[..., :rotated], v], -1)
         return jnp.moveaxis(q, 1, 3), k[:, None], v[:, None], value_up
+
+
+def _grow_queries(temperature: QueryTemperature, pos: Array) -> Array:
+    """The factor f32[B T] of queries at these positions; that of padding is one."""
+    steps = (jnp.maximum(pos, 0) // temperature.positions).astype(jnp.float32)
+    return 1 + temperature.beta * jnp.log1p(steps)
 
 
 def _query_factors(kind: LayerKind) -> np.ndarray | None:
@@ -364,9 +370,8 @@ class Decoder(nn.Module):
         if scale != 1.0:
             x = x * jnp.asarray(scale, x.dtype)
         angles = tuple(rope.angles(pos) for rope in self.config.ropes)
-        steps = [(jnp.maximum(pos, 0) // t.positions).astype(jnp.float32) for t in self.config.query_temperatures]
-        factors = [1 + t.beta * jnp.log1p(x) for t, x in zip(self.config.query_temperatures, steps, strict=True)]
-        return x, (*angles, *((factor,) for factor in factors))
+        factors = tuple((_grow_queries(temperature, pos),) for temperature in self.config.query_temperatures)
+        return x, angles + factors
 
     def finish(self, x: Array) -> Array:
         """Turns the last layer's output [... D] into logits f32[... V]."""

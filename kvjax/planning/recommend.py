@@ -141,7 +141,7 @@ def recommend(
       announce: called with lines for whoever waits, each row as soon as it is finished.
 
     Returns:
-      The recommendation, which prints itself. It is also in `out`, with a picture where Altair is installed.
+      The recommendation, which prints itself. It is also in `out`, as `recommendation.json`.
 
     Raises:
       KvjaxError: before anything runs, for texts that are too short or cannot be read, a budget in which nothing or
@@ -153,7 +153,7 @@ def recommend(
       >>> print(found)
       >>> answer = kvjax.read(model, text, found.method).ask("Who signs?")
     """
-    say = announce or (lambda line: None)
+    say = announce or _say_nothing
     for name, value in (("context", context), ("contexts", contexts), ("batch", batch)):
         arguments.integer(name, value)
     length = arguments.integer("length", min(context, LENGTH) if length is None else length)
@@ -181,11 +181,15 @@ def recommend(
         options |= {"progress": False, "announce": None}
         rows = compare(model, ["full", winner], tasks, spec, out, **options, speed=True)
     rows = Comparison(tuple(row for row in rows if row.method in tried and row.task in tasks))
-    (method,) = dict.fromkeys(final for final, trial in fitted if trial.method == winner)
+    method = next(final.method for final, trial in fitted if trial.method == winner)
     notes += describe(run, rows, winner, equals, length, context)
-    found = Recommendation(method.method, context, share, rows, winner, equals, tuple(notes))
+    found = Recommendation(method, context, share, rows, winner, equals, tuple(notes))
     found.to_json(out / RESULT)
     return found
+
+
+def _say_nothing(line: str) -> None:
+    pass
 
 
 def read_texts(path: Path | str) -> tuple[str, int]:
@@ -245,11 +249,11 @@ def choose_share(model: Model, budget: str | None, context: int, setting: Settin
         left = setting.usable_bytes - needed.weights - needed.workspace
         if left <= 0:
             raise KvjaxError(
-                f"an {setting.hardware.name} has {setting.usable_bytes / 1e9:.1f} GB for programs, and the weights "
+                f"{setting.hardware.name} has {setting.usable_bytes / 1e9:.1f} GB for programs, and the weights "
                 f"take {needed.weights / 1e9:.1f}: nothing is left for a cache; take weights='int8' (--weights int8) "
                 "or another device"
             )
-        share, name = Fraction(left, full), f"what an {setting.hardware.name} has left"
+        share, name = Fraction(left, full), f"what {setting.hardware.name} has left"
     else:
         share, name = parse_budget(budget or "25%", full), f"the budget of {budget or '25%'}"
     if share > 1:
@@ -315,7 +319,7 @@ def describe_excess(setting: Setting, method: str, context: int) -> str:
         if setting.excess(needed) <= 0:
             return ""
     missing = max(needed.peak - setting.usable_bytes, needed.host - setting.hardware.host_bytes)
-    return f"reading {context:,} tokens takes {missing / 1e9:.1f} GB more than an {setting.hardware.name} has"
+    return f"reading {context:,} tokens takes {missing / 1e9:.1f} GB more than {setting.hardware.name} has"
 
 
 def rank(run: RecordedRun, methods: Sequence[str]) -> tuple[str, tuple[str, ...]]:
@@ -367,8 +371,8 @@ def describe(
             f"tokens/s, full {exact.prefill_seconds:.2g} s and {exact.tokens_per_second:,.0f} tokens/s"
         )
     if equals:
-        others = "; ".join(equals[:MAX_NAMED]) + (f"; and {len(equals) - MAX_NAMED} more" * (len(equals) > MAX_NAMED))
-        notes.append(f"these contexts do not tell it apart from {others}: more contexts may")
+        others = [*equals[:MAX_NAMED], *([f"{len(equals) - MAX_NAMED} more"] if len(equals) > MAX_NAMED else [])]
+        notes.append(f"these contexts do not tell it apart from {'; '.join(others)}: more contexts may")
     if context > length:
         notes.append(
             f"contexts of {length:,} tokens were tried, not of {context:,}, where the same fraction of bytes may lose "
@@ -387,9 +391,7 @@ def run(args: argparse.Namespace) -> None:
     model = load(args.model, dtype=args.dtype, weights=args.weights)
     names = ("questions", "hardware", "contexts", "out", "batch", "seed")
     options = {name: getattr(args, name) for name in names}
-    options |= {
-        name: None if (word := getattr(args, name)) is None else parse_tokens(word) for name in ("context", "length")
-    }
+    options |= {"context": parse_tokens(args.context), "length": args.length and parse_tokens(args.length)}
     try:
         found = recommend(
             model,

@@ -90,6 +90,18 @@ def test_a_row_says_same_where_tests_compare_it():
     assert {f"kvpress_{case}" for case in COMPARED.values()} <= METHODS.keys()
 
 
+def test_the_counts_are_those_of_the_tables():
+    def count(heading: str) -> tuple[int, int]:
+        section = PAGE.split(f"\n## {heading}")[1].split("\n## ")[0]
+        rows = [here for _, here, _ in re.findall(r"^\| (`.+?|\"?`.+?) \| (.+?) \| (.+?) \|$", section, re.M)]
+        return sum(here != "not here" for here in rows), len(rows)
+
+    presses, caches, velox = (count(x) for x in ("The presses", "The caches", "VeloxQuant-MLX"))
+    assert "{} of the {} names of kvpress".format(*presses) in PAGE
+    assert "{} of {} rows of transformers' caches".format(*caches) in " ".join(PAGE.split())
+    assert "{} of its {} methods".format(*velox) in PAGE
+
+
 @pytest.mark.parametrize(("first", "here", "says"), ROWS, ids=[row[0] for row in ROWS])
 def test_what_a_row_names_is_here(first, here, says):
     assert (here == "not here") == (CODE.findall(here) == [])

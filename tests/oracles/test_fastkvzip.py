@@ -12,6 +12,7 @@ import pytest
 from kvjax.cache.calibration import table_file
 from kvjax.cache.calibration.table_file import TableFile
 from kvjax.errors import KvjaxError
+from kvjax.method_api import fit_linear_map
 from kvjax.methods.fastkvzip import FastKVzipGates, GateScores
 from tests.contract import layer
 from tests.oracles.test_kvzap import SPEC, observe_prompts
@@ -54,7 +55,7 @@ def test_a_calibrated_gate_is_the_sigmoid_of_the_map_that_was_fitted():
     block, observation = observe_prompts(batch)
     counts = jax.jit(lambda block, observation: kind.count(block, observation, SPEC))(block, observation)
     counts = jax.tree.map(lambda x: np.asarray(x, np.float64).sum(0), counts)
-    weight, offsets = kind.fit(counts)
+    weight, offsets = fit_linear_map(counts, kind.ridge)
     arrays = {name: x.astype(np.float64) for name, x in kind.arrays(counts, SPEC).items()}
     for x in np.asarray(observation.hidden_states[0, 0, :9], np.float64):
         expected = 1 / (1 + np.exp(-(weight @ x + offsets)))

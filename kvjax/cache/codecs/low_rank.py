@@ -17,6 +17,7 @@ from kvjax.cache.eviction.representatives import fraction_of
 from kvjax.cache.protocol import LayerSpec
 from kvjax.cache.storage import Codec
 from kvjax.core import attention, memory
+from kvjax.core.matmul import matmul_in_float32
 from kvjax.core.mesh import over_heads
 from kvjax.core.step_bytes import StepBytes
 from kvjax.core.types import Array, pytree
@@ -99,18 +100,18 @@ class LowRank(Codec):
         coordinates = self._join_parts(memory.unpack(stored.coordinates), stored)
         q = q.astype(jnp.float32)
         # q (B c) = (q B) c: a query is projected once, in place of expanding every key.
-        projected = _matmul(q, stored.basis[:, :, None]).astype(coordinates.dtype)
+        projected = matmul_in_float32(q, stored.basis[:, :, None]).astype(coordinates.dtype)
         s = attention.scores(_as_queries_of(projected, coordinates), coordinates).reshape(*q.shape[:4], -1)
         s = s * (coordinates.shape[3] / q.shape[4]) ** 0.5  # `attention.scores` divides by sqrt(r), keys need sqrt(H)
         if stored.mean is None:
             return s
-        return s + _matmul(q, stored.mean[:, :, None].swapaxes(3, 4)) * q.shape[4] ** -0.5
+        return s + matmul_in_float32(q, stored.mean[:, :, None].swapaxes(3, 4)) * q.shape[4] ** -0.5
 
     def mix(self, p: Array, stored: LowRankState) -> Array:
         coordinates = self._join_parts(memory.unpack(stored.coordinates), stored)
         # Likewise sum p (B c) = B (sum p c), in r numbers a token in place of H.
         mixed = attention.mix(_as_queries_of(p, coordinates), coordinates).reshape(*p.shape[:4], -1)
-        out = _matmul(mixed, stored.basis[:, :, None].swapaxes(3, 4))
+        out = matmul_in_float32(mixed, stored.basis[:, :, None].swapaxes(3, 4))
         return out if stored.mean is None else out + p.sum(-1, keepdims=True) * stored.mean[:, :, None]
 
     def read_bytes(self, stored: LowRankState, tokens: int | None = None) -> StepBytes:
@@ -122,7 +123,7 @@ class LowRank(Codec):
         """x [B K T H] -> the coordinates that each head stores [B K T w], in x's dtype."""
         # In float32: keys have a few large channels, and a 16-bit sum that one of them enters loses the small ones.
         centered = x.astype(jnp.float32) if mean is None else x.astype(jnp.float32) - mean
-        own = _matmul(centered, basis)
+        own = matmul_in_float32(centered, basis)
         if self.heads == 1:
             return own.astype(x.dtype)
         # A group's coordinates are the sums of what its heads contribute; then each head keeps its part of them.
@@ -152,7 +153,7 @@ class LowRank(Codec):
 
     def _expand(self, coordinates: Array, stored: LowRankState) -> Array:
         """Coordinates [B 1|K n r] -> tokens [B K n H], in the same dtype."""
-        x = _matmul(coordinates.astype(jnp.float32), stored.basis.swapaxes(2, 3))
+        x = matmul_in_float32(coordinates.astype(jnp.float32), stored.basis.swapaxes(2, 3))
         return (x if stored.mean is None else x + stored.mean).astype(coordinates.dtype)
 
 
@@ -246,8 +247,9 @@ def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
     values, vectors = _eigh(primals[0])
     gap = values[..., None, :] - values[..., :, None]
     noise = 1e-5 * jnp.abs(values).max(-1)[..., None, None]
-    rotated = jnp.where(jnp.abs(gap) > noise, _matmul(vectors.swapaxes(2, 3), _matmul(tangents[0], vectors)), 0.0)
-    return vectors, _matmul(vectors, rotated / jnp.where(jnp.abs(gap) > noise, gap, 1.0))
+    turned = matmul_in_float32(vectors.swapaxes(2, 3), matmul_in_float32(tangents[0], vectors))
+    rotated = jnp.where(jnp.abs(gap) > noise, turned, 0.0)
+    return vectors, matmul_in_float32(vectors, rotated / jnp.where(jnp.abs(gap) > noise, gap, 1.0))
 
 
 def _eigh(x: Array) -> tuple[Array, Array]:
@@ -256,11 +258,6 @@ def _eigh(x: Array) -> tuple[Array, Array]:
     # occupy all of them.
     values, vectors = lax.map(lambda matrix: tuple(jnp.linalg.eigh(matrix)), x.reshape(-1, *x.shape[2:]))
     return values.reshape(x.shape[:-1]), vectors.reshape(x.shape)
-
-
-def _matmul(x: Array, y: Array) -> Array:
-    # Full float32: by default GPUs and TPUs multiply in fewer bits.
-    return jnp.matmul(x, y, precision=lax.Precision.HIGHEST)
 
 
 def _as_queries_of(x: Array, coordinates: Array) -> Array:

