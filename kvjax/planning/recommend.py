@@ -36,6 +36,7 @@ from kvjax.registry.strings import Methods, parse, resolve
 from kvjax.utils import arguments, display
 from kvjax.utils.files import expand_user, make_folder, write_text
 from kvjax.utils.keywords import checks_keywords
+from kvjax.utils.packages import import_optional
 
 if TYPE_CHECKING:
     from kvjax.eval.page.charts import Picture
@@ -90,8 +91,24 @@ class Recommendation:
         return text
 
     def plot(self, path: str | Path | None = None) -> Picture:
-        """Plots quality against bytes, as `Comparison.plot` does."""
-        return self.rows.plot(path)
+        """Plots the quality of all candidates, which have equal bytes, and that of `full`, a panel per task.
+
+        Args:
+          path: a file to write, in the format of its ending (.png, .svg, .pdf, .html).
+
+        Raises:
+          KvjaxError: Altair is not installed.
+        """
+        import_optional("altair", "plots need")
+        from kvjax.eval.page import charts
+
+        rows = self.rows.to_dicts()
+        chart = charts.draw_methods(rows, list(dict.fromkeys(row["method"] for row in rows)), self.tried)
+        assert chart is not None  # every task has a score or bits
+        picture = charts.Picture("methods", "methods", rows[0]["length"], chart)
+        if path is not None:
+            picture.save(expand_user(path))
+        return picture
 
 
 @checks_keywords

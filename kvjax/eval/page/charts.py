@@ -40,7 +40,7 @@ class Picture:
     """A chart of a run.
 
     Attributes:
-      kind: "tradeoff", "turns", "length" or "needle".
+      kind: "tradeoff", "turns", "length", "needle" or "methods".
       name: the chart's name among those of a run, and that of its file.
       length: tokens of the contexts, where all have one length.
       chart: Altair's chart.
@@ -99,6 +99,22 @@ def draw_tradeoff(rows: Sequence[Row], methods: Sequence[str]) -> alt.TopLevelMi
         base = alt.Chart(_values(own, measure)).encode(x)
         panel = alt.layer(line, *_draw_values(base, measure, methods), names)
         panels.append(panel.properties(title=family, width=330, height=230))
+    return _side_by_side(panels)
+
+
+def draw_methods(rows: Sequence[Row], methods: Sequence[str], chosen: str) -> alt.TopLevelMixin | None:
+    """Draws the quality of methods of equal bytes, one a line and `chosen` in color, a panel per task."""
+    y = alt.Y("method:N", sort=list(methods), title=None).axis(labelLimit=0, grid=True)
+    color = alt.condition(alt.datum.method == chosen, alt.value(COLORS[0]), alt.value(EXACT_COLOR))
+    panels = []
+    for task, measure, own in _split_by_measure(rows):
+        base = alt.Chart(_values(own, measure)).encode(y, color=color)
+        scale = alt.Scale(zero=False, nice=False, padding=12)
+        intervals = base.mark_rule(opacity=0.5).encode(alt.X("low:Q", scale=scale), alt.X2("high"))
+        points = base.mark_point(filled=True, size=60, opacity=1)
+        x = alt.X("value:Q", scale=scale, title=MEASURE_TITLES[measure]).axis(tickCount=6)
+        points = points.encode(x, tooltip=TOOLTIP)
+        panels.append((intervals + points).properties(title=task, width=330, height=alt.Step(20)))
     return _side_by_side(panels)
 
 
