@@ -199,14 +199,14 @@ def test_a_context_that_is_not_there_is_not_called_damaged(tmp_path):
 
 
 @pytest.mark.parametrize("path", [None, 5, b"model", ["model"], "a\0b"], ids=repr)
-def test_what_is_no_path_is_refused(path):
+def test_what_is_no_path_is_refused(path, tmp_path):
     context = kvjax.read(make_model(), [[1, 2, 3]], "full", headroom=2)
     calls = [
         lambda: kvjax.load(path),
         lambda: checkpoint.save(path, make_model().config, make_model().params),
-        lambda: convert(path, "out"),
+        lambda: convert(path, tmp_path / "out"),
         lambda: convert(ROOT / "llama2", path),
-        lambda: check(path, "out", compare_logits=False),
+        lambda: check(path, tmp_path / "out", compare_logits=False),
         lambda: describe(path),
         lambda: context.save(path),
         lambda: kvjax.resume(make_model(), path),
