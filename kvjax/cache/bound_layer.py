@@ -216,7 +216,8 @@ class MethodLayer:
         m = self.method
         side_store = policy_state = None
         slots = self._prompt_slots(block.pos.shape[2], num_slots)
-        if self.selection is not None:
+        # Nothing is chosen among no tokens, as where a prompt is about to be read in chunks.
+        if self.selection is not None and block.pos.shape[2]:
             head_budgets = None if m.side_store is None else m.side_store.head_budgets
             block = apply_selection(self.selection, block, observation, slots.kept, head_budgets)
             observation = _without_sums(observation)
@@ -290,6 +291,8 @@ class MethodLayer:
     ) -> StepResult:
         """Calls `_extend_once` with as many tokens at a time as the components can take."""
         m, T, arguments = self.method, q.shape[3], (state, q, new, commit, cross_layer, outside)
+        if m.decode is not None and m.decode.prompt_chunk and 1 < T == commit:
+            return self._extend_in_blocks(*arguments)
         if m.decode is not None:
             # A policy evicts for one token at a time. A draft may come with it only if the reader is made for drafts.
             token_by_token = T > 1 and (commit > 1 or not m.read.draft_tokens)
@@ -307,6 +310,26 @@ class MethodLayer:
             return extend_in_chunks(self._extend_once, *arguments, size=m.read.prompt_chunk)
         return self._extend_once(*arguments)
 
+    def _extend_in_blocks(
+        self, state: LayerState, q: Array, new: KVBlock, commit: int, cross_layer: Any, outside: Partial | None
+    ) -> StepResult:
+        """Calls `_extend_once` with all tokens that come before a policy evicts again, see `Policy.prompt_chunk`."""
+        assert self.method.decode is not None
+        size, arguments = self.method.decode.prompt_chunk, (state, q, new, cross_layer, outside)
+        if commit > size:
+            return extend_in_chunks(self._extend_in_blocks, state, q, new, commit, cross_layer, outside, size=size)
+        # The chunks of a prompt begin at these positions. Those of a later text may not, or not in every sequence.
+        pos = new.pos[:, 0]
+        is_block = (pos[:, 0] // size == pos.max(1) // size).all()
+
+        def extend_block(state: LayerState, q: Array, new: KVBlock, cross_layer: Any, outside: Any) -> StepResult:
+            return self._extend_once(state, q, new, commit, cross_layer, outside)
+
+        def extend_tokens(state: LayerState, q: Array, new: KVBlock, cross_layer: Any, outside: Any) -> StepResult:
+            return extend_token_by_token(self._extend_once, state, q, new, commit, cross_layer, outside)
+
+        return jax.lax.cond(is_block, extend_block, extend_tokens, *arguments)
+
     @property
     def _has_sequential_writes(self) -> bool:
         return any(x.sequential_writes for x in (self.method.k, self.method.v, self.method.read))
@@ -319,7 +342,7 @@ class MethodLayer:
         if m.decode:
             new = new.clean()
             if commit:
-                state = m.decode.before_token(self.storage, state, q[:, :, :, :1], q_pos[:, :1])
+                state = m.decode.before_token(self.storage, state, q[:, :, :, :commit], q_pos[:, :commit])
         with jax.named_scope("append"):
             state = self._append(state, new.first(commit))
         with jax.named_scope("read"):
@@ -348,14 +371,17 @@ class MethodLayer:
                 share = weight_share(log_sum_exp(own.m, own.l), log_sum_exp(rest.m, rest.l))
                 weights = weights * share[..., None]
             weights = None if weights is None else weights[:, :, :, 0]
-            after = m.decode.after_token(self.spec, state, weights, q_pos[:, :1])
+            after = m.decode.after_token(self.spec, state, weights, q_pos[:, :commit])
             pos, policy_state = check_policy_result(m.decode, "after_token", after, q.shape[:2], state.pos.shape[2])
             state = dataclasses.replace(state, pos=pos, policy_state=policy_state)
         return StepResult(merge(partials + others), state, result.cross_layer)
 
     def _append(self, state: LayerState, new: KVBlock) -> LayerState:
-        """Writes new tokens after the last slot in use, or, under a policy, one token into an empty slot."""
+        """Writes new tokens after the last slot in use, or, under a policy, each into an empty slot."""
         count = new.pos.shape[2]
+        if state.n is None and count > 1:  # empty slots need not follow one another
+            tokens = jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0)[:, :, :, None], new)
+            return jax.lax.scan(lambda state, token: (self._append(state, token), None), state, tokens)[0]
         pos = jnp.broadcast_to(new.pos, (*state.pos.shape[:2], count))
         if state.n is None:
             if not count:

@@ -161,6 +161,10 @@ class Policy:
 
     num_queries: int | None = 0  # last prompt queries that `init` observes, as in `Needs`
     needs_weights = False  # whether `after_token` reads the attention weights of a step
+    # Above 0, prompts are read through the layer too, this many tokens at a time, and tokens leave before positions
+    # that are multiples of it and at no others. `before_token` and `after_token` may then get all tokens between two of
+    # these positions at once, q [B K G T H] and q_pos i32[B T].
+    prompt_chunk = 0
 
     @abstract
     def num_slots(self) -> int:
@@ -363,6 +367,10 @@ class SecondStageScorer:
 
     share: float  # fraction of a head's kept tokens, sinks and recent ones included, that the first stage chooses
     needs_output = False  # whether it reads the layer's output projection, `Observation.output_projection`
+
+    def with_selection(self, selection: PromptSelection) -> SecondStageScorer:
+        """Returns the stage over a method's selection, where it repeats it; as in `Policy.with_selection`."""
+        return self
 
     @abstract
     def scores(
@@ -773,7 +781,9 @@ class Components:
 
     @property
     def prompt_chunk(self) -> int:
-        """Tokens of a prompt that are read through the reader at a time; 0 for a prompt that is attended exactly."""
+        """Tokens of a prompt that are read through the layer at a time; 0 for a prompt that is attended exactly."""
+        if self.decode is not None and self.decode.prompt_chunk:
+            return self.decode.prompt_chunk
         # A selection takes the prompt as a whole, so a reader's own chunks are for methods without one.
         return 0 if self.select else self.read.prompt_chunk
 

@@ -160,6 +160,8 @@ class Method(Components):
             )
         if selection is not None and bound.decode is not None:
             bound = dataclasses.replace(bound, decode=bound.decode.with_selection(selection))
+        if selection is not None and bound.second_stage is not None:
+            bound = dataclasses.replace(bound, second_stage=bound.second_stage.with_selection(selection))
         return MethodLayer(bound, spec.without_index, budgets)
 
 
@@ -226,8 +228,9 @@ def check_components(m: Components, budgets: tuple[int | None, ...] = ()) -> Non
                 f"{type(getattr(m, name)).__name__}, cannot lose one: {reason}; leave one of them out"
             )
     if m.attend is not None and m.prompt_chunk:
+        name, other = ("read", m.read) if m.decode is None else ("decode", m.decode)
         raise IncompatibleMethod(
-            f"component `attend`, {m.attend}, and component `read`, {type(m.read).__name__}, both say what the "
+            f"component `attend`, {m.attend}, and component `{name}`, {type(other).__name__}, both say what the "
             "prompt's own queries read; leave one of them out"
         )
     if m.second_stage is not None:

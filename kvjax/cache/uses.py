@@ -42,6 +42,7 @@ AFTER_SHARED_PREFIX = Use(
     "method without it",
     (
         ("positions", "indexed_by", "those inside the cache would be those of the shared tokens too"),
+        ("decode", "decode.prompt_chunk", "the prompt's own attention would be to the tokens that it keeps"),
         ("read", "prompt_chunk", "the prompt's own attention would go through it"),
         ("attend", "attend", "it says what of the whole prompt its queries read"),
         ("select", "select.scorer.replay", "the whole prompt would be read a second time"),
@@ -55,6 +56,11 @@ READ_BY_OTHER_LAYERS = Use(
     (
         ("side_store", "side_store.paired_layer", "holds what two layers share, and is opened for each step"),
         ("read", "read.prompt_chunk", "reads prompts too, by the queries of the layer that holds them"),
+        (
+            "decode",
+            "decode.prompt_chunk",
+            "evicts tokens while a prompt is read, before the other layers have read them",
+        ),
         ("read", "read.draft_tokens", "carries drafts, whose keys and values no state holds"),
         ("read", "read.cross_layer", "hands the choice of tokens from layer to layer"),
         ("read", "read.remembers_queries", "depends on the queries of earlier steps, which are one layer's"),

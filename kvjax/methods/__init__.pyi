@@ -6,6 +6,7 @@ from .adaptive_rkv import adaptive_rkv as adaptive_rkv
 from .arkvale import arkvale as arkvale
 from .attention_gate import attention_gate as attention_gate
 from .bfp import bfp as bfp
+from .blocks import blocks as blocks
 from .cake import cake as cake
 from .cam import cam as cam
 from .cap import cap as cap

@@ -44,8 +44,8 @@ def keydiff(
       score_s = -cos(k_s, mean over the sequence's tokens of k / |k|)
 
     Differs:
-      The paper compresses block by block while it reads the prompt, and later blocks attend to what is left; here, as
-      in kvpress (KeyDiffPress), the prompt is attended in full and compressed once.
+      The paper compresses block by block while it reads the prompt, and later blocks attend to what is left, as
+      'keydiff + blocks' does; here, as in kvpress (KeyDiffPress), the prompt is attended in full and compressed once.
 
     Args:
       budget, sinks, recent, unit, per: as in `make_selection`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jax import lax
@@ -21,6 +22,7 @@ class Recompress(kv.Policy):
     those since the last selection (`h2o` accumulates over all queries instead).
     """
 
+    example: ClassVar[str] = "recompress:every=128"
     every: kv.PositiveInt
 
     __post_init__ = kv.check_fields
@@ -29,8 +31,8 @@ class Recompress(kv.Policy):
         select = components.select
         if select is None:
             raise kv.IncompatibleMethod(
-                f"recompress:every={self.every} makes an eviction method's selection again and finds none; compose it "
-                "with one, as in 'snapkv:budget=256 + recompress:every=128'"
+                f"component `decode`, {self}, makes an eviction method's selection again and finds none; compose it "
+                f"with one, as in 'snapkv:budget=256 + {self.example}'"
             )
         if select.max_kept() is None and not select.budget.is_fraction:
             raise kv.IncompatibleMethod(
@@ -42,7 +44,7 @@ class Recompress(kv.Policy):
                 f"component `decode`, {self}, makes the selection again while decoding, when there are no hidden "
                 f"states, no output projection and no second pass for {type(scorer).__name__} (component `select`); "
                 "leave it out, or take a scorer of keys, values and queries, as in 'snapkv:budget=256 + "
-                "recompress:every=128'"
+                f"{self.example}'"
             )
         if components.merge is not None or components.layer_budgets is not None:
             raise kv.IncompatibleMethod(

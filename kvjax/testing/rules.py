@@ -211,7 +211,8 @@ def find_invalid_scores(run: ModelRun) -> str:
     """Runs each layer's scorer on the exact prompts, outside of a program, so that its values can be looked at."""
     plan, model = bind(run.method, run.model.config), run.model
     # A layer that is not made of kvjax's components has no selection to ask.
-    selections = [getattr(layer, "selection", None) for layer in plan]
+    # Where a layer reads the prompt in chunks of its own, there are no exact keys and values of all tokens.
+    selections = [None if layer.needs.prompt_chunk else getattr(layer, "selection", None) for layer in plan]
     if all(selection is None for selection in selections):
         return ""
     (tokens, lengths), calls = pad(run.prompts, round_up(len(run.prompts[0]))), layer_calls(plan, model.config)

@@ -398,6 +398,10 @@ CASES = (
         paged_bytes(5, page=4),
     ),
     MethodCase("bfp", "bfp:block=8", "", bfp_bytes),
+    sized_case("blocks", "snapkv:budget={},window=2,kernel=3 + blocks:size=3", 6, 100, recompress_bytes(6 + 3 + 1)),
+    sized_case(
+        "blocks", "keydiff:budget={} + blocks:size=2,attend=all", 5, 100, selection_bytes(5), variant="attended in full"
+    ),
     sized_case("cake", "cake:budget={},window=2,kernel=3", 6, 100, selection_bytes(6)),
     sized_case("cam", "accumulated:budget={},recent=2 + cam:window=2", 6, 100, selection_bytes(6)),
     sized_case("cap", "cap:budget={},sinks=1,future=4", 5, 100, selection_bytes(5)),

@@ -19,6 +19,7 @@ CODE = re.compile(r"`([^`]+)`")
 
 COMPARED = {
     "AdaKVPress": "adakv",
+    "BlockPress": "block_keydiff",
     "CURPress": "cur",
     "CapPress": "cap",
     "ChunkKVPress": "chunkkv",
@@ -58,7 +59,7 @@ COMPARED = {
 """The presses that tests/methods/test_public_eviction.py compares with ours, and the names of their cases there."""
 
 OTHERS = """
-BasePress BlockPress CAMPress ChunkPress ComposedPress KVPressTextGenerationPipeline KVgradPress
+BasePress CAMPress ChunkPress ComposedPress KVPressTextGenerationPipeline KVgradPress
 PerLayerCompressionPress RandomPress RestoreKVPress ScorerPress
 """.split()
 """All other names in `__all__` of kvpress 0.5.5."""

@@ -88,6 +88,7 @@ METHODS = {
         kvjax.compose(methods.snapkv(FIELD, **AVG, per="layer"), methods.entropy_gated_chunks(chunk=4, kept=2)),
     ),
     "kvpress_chunk": ("gqa", kvjax.compose(methods.keynorm(FIELD), methods.chunk_budgets(20))),
+    "kvpress_block_keydiff": ("gqa", kvjax.compose(methods.keydiff(FIELD), methods.blocks(16, attend="all"))),
     "kvpress_cap": ("gqa", methods.cap(FIELD)),
     "kvpress_kvcompose": ("gqa", methods.kvcompose(FIELD)),
     "kvpress_simlayer": ("gqa", methods.simlayerkv(0.5, recent=57)),
