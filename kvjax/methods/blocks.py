@@ -21,6 +21,10 @@ class ReadInBlocks(Recompress):
     example: ClassVar[str] = "blocks:size=128"
 
     @property
+    def string(self) -> str:
+        return f"blocks:size={self.every}"
+
+    @property
     def prompt_chunk(self) -> int:
         return self.every
 

@@ -27,11 +27,15 @@ class Recompress(kv.Policy):
 
     __post_init__ = kv.check_fields
 
+    @property
+    def string(self) -> str:
+        return f"recompress:every={self.every}"
+
     def check(self, components: kv.Components) -> None:
         select = components.select
         if select is None:
             raise kv.IncompatibleMethod(
-                f"component `decode`, {self}, makes an eviction method's selection again and finds none; compose it "
+                f"{self.string} makes an eviction method's selection again and finds none; compose it "
                 f"with one, as in 'snapkv:budget=256 + {self.example}'"
             )
         if select.max_kept() is None and not select.budget.is_fraction:

@@ -52,7 +52,7 @@ REFUSED = {
     "bfp:block=0": "block must be at least 1, got 0",
     "bfp:block=12": "block 12 does not divide the head size 32; the nearest that does is 8",
     "cake:budget=32": "budget=32; use 33 or more",
-    "blocks": "component `decode`, ReadInBlocks.* finds none; compose it with one, as in .* blocks:size=128",
+    "blocks": "blocks:size=128 makes .* finds none; compose it with one, as in .* blocks:size=128",
     "blocks:attend=all": "component `second_stage` works on an eviction method's selection",
     "keydiff:budget=8 + blocks:size=0": "size must be at least 1, got 0",
     "keydiff:budget=8 + blocks:attend=some": "'kept'",
