@@ -146,7 +146,8 @@ def iterate_programs(
     def read_whole(params: Any, hidden: Any, angles: Any, lengths: Any) -> Any:
         return apply_layer(params, hidden, angles, FullPrefill(lengths, T, None), None, None, call=call, target=target)
 
-    if row.chunk is None and not waits:
+    own_chunk = call.layer.needs.prompt_chunk
+    if row.chunk is None and not own_chunk and not waits:
         yield "layer", jax.jit(read_whole, donate_argnames="hidden"), inputs(T)
         return
     heads = call.kind.attention  # type: ignore[union-attr]
@@ -165,8 +166,10 @@ def iterate_programs(
         return apply_layer(params, hidden, angles, mode, state, None, call=call, target=target)
 
     start = {"start": jax.ShapeDtypeStruct((), jnp.int32)}
-    arguments = inputs(row.chunk or T) | start | {"state": prompt}
+    arguments = inputs(row.chunk or own_chunk or T) | start | {"state": prompt}
     yield "layer", jax.jit(read_chunk, donate_argnames=("hidden", "state")), arguments
+    if own_chunk:  # the layer has made its state of the chunk
+        return
     if call.layer.needs.output_projection:
         shape = (1, heads.kv_heads, heads.groups, heads.value_dim, config.width)
         prompt = prompt._replace(output_projection=place_state(jax.ShapeDtypeStruct(shape, dtype)))
@@ -217,12 +220,15 @@ def add_up(row: Row, workspaces: dict[str, int]) -> int:
         return B * (2 * numbers + (4 * a.kv_heads * T if n.replay else 0)) // row.num_devices
 
     own, largest = [x for x in layers if x.has_cache], max(exact(x) for x in layers if x.has_cache)
+    own_chunk = min((x.needs.prompt_chunk for x in own if x.needs.prompt_chunk), default=0)
     state = min(x.device_bytes()["device"] for x in own)
     everything, is_replayed = sum(x.count * exact(x) for x in own), "replay" in workspaces
     waits = any(x.needs.global_budget or x.needs.replay or x.needs.paired_layer for x in layers)
     most = {}
     for name, size in workspaces.items():
-        if row.chunk is None and not waits:
+        if own_chunk:
+            held = needed.cache + hidden(row.chunk or own_chunk)
+        elif row.chunk is None and not waits:
             held = needed.cache + hidden(T)
         elif not waits:
             held = needed.cache + hidden(T) + largest - (state if name == "layer" else 0)

@@ -227,6 +227,24 @@ def trace_prefill(call: LayerCall, config: Config, prompt: int, batch: int, dtyp
         return jax.make_jaxpr(prefill, return_shape=True)(block, observation if needs.observes and length else None)
 
 
+def trace_chunk(call: LayerCall, config: Config, prompt: int, batch: int, dtype: Any) -> Any:
+    """Traces how a layer that is fed a prompt in chunks of its own takes one: the jaxpr of `BoundLayer.extend`.
+
+    The arguments are those of `trace_prefill`.
+    """
+    assert call.kind is not None
+    layer, a, size = call.layer, call.kind.attention, call.layer.needs.prompt_chunk
+    arrays, tree = abstract_state(call, config, prompt, batch, dtype, guards=True)
+
+    def array(*shape: int, dtype: Any = dtype) -> Any:
+        return jax.ShapeDtypeStruct((batch, *shape), dtype)
+
+    keys, values = (array(a.kv_heads, size, width) for width in (a.head_dim, a.value_dim))
+    new, q = KVBlock(keys, values, array(1, size, dtype=jnp.int32)), array(a.kv_heads, a.groups, size, a.head_dim)
+    with jax.enable_x64(False):
+        return jax.make_jaxpr(lambda *x: layer.extend(*x, size))(jax.tree.unflatten(tree, arrays), q, new).jaxpr
+
+
 def abstract_state(
     call: LayerCall, config: Config, prompt: int, batch: int, dtype: Any, *, guards: bool = False
 ) -> tuple[list, Any]:

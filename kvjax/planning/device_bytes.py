@@ -217,7 +217,9 @@ def count_prefill(layers: Sequence[TracedLayer], share: Share, cache: int, promp
         reading = peak(hidden + copies + max(exact), max(run, replay, measuring))
         return max(reading, peak(cache + max(exact), making)), all_exact
     if any(x.needs.prompt_chunk for x in layers):
-        return peak(cache + chunk_hidden, run), 0
+        # Compiled programs hold more of a chunk than the trace of attention knows: up to what the MLP makes of it.
+        fed = max(x.making + _count_token_vectors(x, share) for x in layers if x.needs.prompt_chunk)
+        return peak(cache + chunk_hidden, max(fed + mlp, run)), 0
     if share.chunk < share.tokens:
         return peak(cache + hidden + max(exact), max(run, making)), 0
     # What is copied to the host stands until the layer's program ends; a second time, in another layout, where keys are
@@ -260,24 +262,31 @@ def _count_exact_prompt(layer: TracedLayer, share: Share) -> int:
 def _count_attention(layer: TracedLayer, share: Share) -> int:
     """Counts what the attention of a layer makes of the tokens that are read at once.
 
-    First the normed input and queries, B T (D + N H) numbers, then queries and results, B T N (H + V), and for a block
-    of Q queries and S keys B N Q (2 S + H + 2 V) and B K S (H + V) float32: its scores and weights, its queries, its
-    result before and after it, keys and values. Keys and values of a chunk stand beside those of the prompt, and in
-    a layer with a window those of its blocks.
+    That is `_count_token_vectors`, and for a block of Q queries and S keys B N Q (2 S + H + 2 V) and B K S (H + V)
+    float32: its scores and weights, its queries, its result before and after it, keys and values.
     """
     a = layer.kind.attention
     queries, keys = min(ATTENTION_BLOCK, share.chunk), min(ATTENTION_BLOCK, share.tokens)
     block = a.heads * queries * (2 * keys + a.head_dim + 2 * a.value_dim) + a.kv_heads * keys * (
         a.head_dim + a.value_dim
     )
-    block = 4 * block // share.num_devices
+    return _count_token_vectors(layer, share) + share.sequences * (4 * block // share.num_devices)
+
+
+def _count_token_vectors(layer: TracedLayer, share: Share) -> int:
+    """Counts what a layer makes of each token that is read at once, before and after attention.
+
+    First the normed input and queries, B T (D + N H) numbers, then queries and results, B T N (H + V). Keys and values
+    of a chunk stand beside those of the prompt, and in a layer with a window those of its blocks.
+    """
+    a = layer.kind.attention
     own_heads = a.heads * a.head_dim // share.num_devices
     widest = own_heads + max(share.width, a.heads * a.value_dim // share.num_devices)
     if share.num_devices > 1:
         widest += share.width  # sums of the output projection, before all devices have added theirs
     if share.chunk < share.tokens or a.rule.window is not None:
         widest += a.kv_heads * (a.head_dim + a.value_dim) // share.num_devices
-    return share.sequences * (share.chunk * widest * share.itemsize + block)
+    return share.sequences * share.chunk * widest * share.itemsize
 
 
 def _count_replay(layer: TracedLayer, share: Share) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -97,6 +98,24 @@ def count_live_bytes(jaxpr: Any, num_arguments: int = 0) -> int:
             for step in range(steps[0], max(steps) + 1):
                 live[min(step, len(live) - 1)] += size
     return max(live)
+
+
+def count_copies(jaxpr: Any) -> int:
+    """Counts the most bytes of arrays that one condition gets and returns, changed or not: XLA copies these."""
+
+    def count(condition: Any) -> int:
+        given, returned = (collections.Counter(map(_kind, x)) for x in (condition.invars, condition.outvars))
+        sizes = {_kind(x): _size(x) for x in condition.outvars}
+        return sum(number * sizes[kind] for kind, number in (given & returned).items())
+
+    bodies = [getattr(x, "jaxpr", x) for eqn in jaxpr.eqns for x in _functions_of(eqn)]
+    return max(
+        [*(count(eqn) for eqn in jaxpr.eqns if eqn.primitive.name == "cond"), *map(count_copies, bodies)], default=0
+    )
+
+
+def _kind(x: Any) -> tuple[Any, Any]:
+    return x.aval.shape, x.aval.dtype
 
 
 def _is_renaming(eqn: Any) -> bool:

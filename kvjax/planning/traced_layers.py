@@ -17,10 +17,10 @@ from kvjax.core.step_bytes import StepBytes
 from kvjax.engine.layer_prompt import LayerCall
 from kvjax.engine.plan import bind
 from kvjax.generation.inputs import round_up
-from kvjax.generation.memory_plan import count_layers, count_step_bytes, trace_prefill, trace_state_read
+from kvjax.generation.memory_plan import count_layers, count_step_bytes, trace_chunk, trace_prefill, trace_state_read
 from kvjax.models.config import Config
 from kvjax.models.kinds import LayerKind
-from kvjax.planning.live_bytes import count_live_bytes
+from kvjax.planning.live_bytes import count_copies, count_live_bytes
 from kvjax.utils import arguments
 
 MAX_TRACED_LAYERS = 6
@@ -39,7 +39,8 @@ class TracedLayer(NamedTuple):
     arrays: Mapping[tuple[str, tuple[int, int], str, int], int]
     step: StepBytes
     # bytes of one device at the peak of making the state from keys and values, these among them, without the state; a
-    # program that is given them, and cannot free them, makes as much: masked copies in another layout
+    # program that is given them, and cannot free them, makes as much: masked copies in another layout. Of a layer that
+    # is fed a prompt in chunks of its own, those at the peak of taking one.
     making: int
 
     @property
@@ -91,7 +92,10 @@ def trace_layers(
             parts = (mesh[0] if "B" in axes else 1, mesh[1] if "K" in axes else 1)
             arrays[memory.memory_kind(x), parts, x.dtype.name, len(x.shape)] += x.size * x.dtype.itemsize
         step, making = count_step_bytes(call.layer, state), 0
-        if call.kind.attention.reads_layer is None:
+        if call.layer.needs.prompt_chunk:
+            chunk = trace_chunk(call, config, min(width, capacity), batch, arguments.float_type(dtype))
+            making = (count_live_bytes(chunk) + count_copies(chunk)) // (mesh[0] * mesh[1])
+        elif call.kind.attention.reads_layer is None:
             traced, _ = trace_prefill(call, config, min(width, capacity), batch, arguments.float_type(dtype))
             making = count_live_bytes(traced.jaxpr, 2) // (mesh[0] * mesh[1])  # keys and values come first
         return TracedLayer(call.layer.needs, call.kind, counts[call], call.num_slots, arrays, step, making)
