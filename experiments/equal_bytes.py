@@ -74,16 +74,23 @@ def fit_points(model: Model, shares: Sequence[Fraction], length: int, families: 
     for family in tomllib.loads(families.read_text())["family"]:
         own = parse_shares(family["shares"]) if "shares" in family else shares
         for settings in family["methods"]:
-            # A line may hold variants of a method, such as KIVI at 2 bits and at 1. The largest that fits is taken, as
-            # someone with that memory would choose.
-            each = fit_methods([s.strip() for s in settings.split(";")], own, model.config, length)
-            for share in own:
-                largest = max((f for f in each if f.share == share), key=lambda f: f.bytes)
-                sizes = {"device": 0, "pinned_host": 0}
-                if largest.method:
-                    sizes = planned_bytes(largest.method, model.config, length, dtype=DTYPE).held
-                at = family["name"], settings, str(share)
-                found.append(Point(*at, largest.method, sizes["device"], sizes["pinned_host"]))
+            found += fit_line(model, own, length, family["name"], settings)
+    return found
+
+
+def fit_line(model: Model, shares: Sequence[Fraction], length: int, family: str, settings: str) -> list[Point]:
+    """Fits a line of equal_bytes.toml to each share.
+
+    A line may hold variants of a method, such as KIVI at 2 bits and at 1. The largest that fits is taken, as someone
+    with that memory would choose.
+    """
+    found, each = [], fit_methods([s.strip() for s in settings.split(";")], shares, model.config, length)
+    for share in shares:
+        largest = max((f for f in each if f.share == share), key=lambda f: f.bytes)
+        sizes = {"device": 0, "pinned_host": 0}
+        if largest.method:
+            sizes = planned_bytes(largest.method, model.config, length, dtype=DTYPE).held
+        found.append(Point(family, settings, str(share), largest.method, sizes["device"], sizes["pinned_host"]))
     return found
 
 
@@ -167,13 +174,14 @@ def read_scores(families: Sequence[str], args: argparse.Namespace) -> Scores:
         folder = _folder(args.out, family, seed)
         of_seed: dict[tuple[str, str], list[float]] = {}
         for record in store.read(folder) if folder.exists() else []:
-            of_seed.setdefault((record["method"], record["task"]), []).append(round(_score(record), 4))
+            of_seed.setdefault((record["method"], record["task"]), []).append(round(score(record), 4))
         for (method, task), values in of_seed.items():
             found.setdefault(method, {}).setdefault(task, {})[str(seed)] = values
     return found
 
 
-def _score(record: Mapping[str, Any]) -> float:
+def score(record: Mapping[str, Any]) -> float:
+    """Returns a context's score: bits per byte, or the fraction of right answers, of a conversation's later ones."""
     if record.get("bits") is not None:
         return record["bits"]
     # The first question of a conversation was part of what was compressed; only the later ones are a test of it.

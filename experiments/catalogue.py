@@ -1,0 +1,189 @@
+"""The catalogue: every method on real models at equal bytes, for the answer to "which method for me".
+
+python -m experiments.catalogue [--only NAME] [--part 3/8] [--minutes 60]    runs what the records lack
+python -m experiments.catalogue --table [--only NAME]                        prints what the records say
+
+What is run stands in catalogue.toml: models, lengths, fractions of the exact cache's bytes, tasks in the order of their
+weight, and the methods of `equal_bytes` that they are asked of. A piece of work is one task and seed under a group of
+methods, whose prompts are read once for all of them; seeds are the outer loop, so that every method has some contexts
+before any has all. `results/catalogue/NAME.jsonl` has a line for each method, task and seed: the scores of its
+contexts. Each piece is written as soon as it is done, a run goes on where the last one ended, and parts (`--part`, for
+the tasks of a job array) write files of their own. `NAME.fitted.json` says which size of each method takes which
+fraction.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import math
+import time
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import kvjax
+from experiments import equal_bytes
+from experiments.bench.measuring import log_progress, make_parser
+from experiments.papers.common import run_script
+from kvjax import KvjaxError, Model
+from kvjax.eval.page import intervals
+from kvjax.eval.run.cells import GROUP_METHODS, CellRunner, make_cells
+from kvjax.eval.run.equal_bytes import parse_shares
+from kvjax.eval.run.parts import Part, parse_part
+from kvjax.eval.tasks import suite
+from kvjax.eval.tasks.case import Spec
+from kvjax.utils.files import replace_atomically
+
+DECLARED = Path(__file__).with_suffix(".toml")
+RESULTS = Path(__file__).parent / "results" / "catalogue"
+FULL = equal_bytes.FULL
+BITS = ("ppl", "humaneval.bits")  # tasks whose scores are bits per byte
+
+
+class Piece(NamedTuple):
+    """What is evaluated at once, and recorded as a line for each method."""
+
+    task: str
+    seed: int
+    methods: tuple[str, ...]
+
+
+def read_declared(only: str | None) -> dict[str, Mapping[str, Any]]:
+    """Reads the runs of catalogue.toml by name, or one of them."""
+    runs = {run["name"]: run for run in tomllib.loads(DECLARED.read_text())["run"]}
+    if only is not None and only not in runs:
+        raise KvjaxError(f"catalogue.toml has no run {only!r}; there are {', '.join(runs)}")
+    return runs if only is None else {only: runs[only]}
+
+
+def fit(model: Model, run: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Fits all methods of a run to its fractions; what was fitted before is read.
+
+    Returns:
+      The fields of an `equal_bytes.Point` for each method and fraction; `why` where a method cannot serve the model.
+    """
+    path, declared = RESULTS / f"{run['name']}.fitted.json", DECLARED.parent / run["methods"]
+    points = json.loads(path.read_text()) if path.exists() else []
+    known = {(p["settings"], p["share"]) for p in points}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    families = tomllib.loads(declared.read_text())["family"]
+    for name, line in [(family["name"], line) for family in families for line in family["methods"]]:
+        if not (shares := [share for share in run["shares"] if (line, share) not in known]):
+            continue
+        try:
+            fitted = equal_bytes.fit_line(model, parse_shares(",".join(shares)), run["length"], name, line)
+            points += [dataclasses.asdict(point) for point in fitted]
+        except KvjaxError as e:
+            points += [
+                {"family": name, "settings": line, "share": share, "method": "", "why": str(e)} for share in shares
+            ]
+        log_progress(f"{run['name']}: fitted {line}")
+        with replace_atomically(path) as file:
+            file.write((json.dumps(points, indent=0) + "\n").encode())
+    return points
+
+
+def read_lines(name: str) -> list[dict[str, Any]]:
+    """Reads the lines of a run, of all parts."""
+    paths = sorted(RESULTS.glob(f"{name}*.jsonl"))
+    return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+
+
+def make_pieces(run: Mapping[str, Any], methods: Sequence[str]) -> list[Piece]:
+    """Divides a run into pieces, seeds outermost."""
+    groups = [tuple(methods[i : i + GROUP_METHODS]) for i in range(0, len(methods), GROUP_METHODS)]
+    seeds = range(max(task["seeds"] for task in run["task"]))
+    return [Piece(t["name"], s, group) for s in seeds for t in run["task"] if s < t["seeds"] for group in groups]
+
+
+def without_done(piece: Piece, lines: Sequence[Mapping[str, Any]]) -> Piece:
+    """Leaves out the methods that have a line of this task and seed, or have failed at any."""
+    done = {x["method"] for x in lines if (x["task"], x["seed"]) == piece[:2] or "failed" in x}
+    return piece._replace(methods=tuple(m for m in piece.methods if m not in done))
+
+
+def measure(runner: CellRunner, run: Mapping[str, Any], piece: Piece) -> Iterator[dict[str, Any]]:
+    """Evaluates a piece; yields its lines."""
+    (task,) = (task for task in run["task"] if task["name"] == piece.task)
+    sizes = {name: task[name] for name in ("contexts", "questions") if name in task}
+    spec = Spec((run["length"],), seed=piece.seed, text=task.get("text"), **sizes)
+    cases = suite.cases(runner.model, [piece.task], spec)
+    scores: dict[str, list[float]] = {method: [] for method in piece.methods}
+    for cell in make_cells(cases, piece.methods, run["batch"]):
+        for method in [method for method in cell.methods if method in scores]:
+            about = {"method": method, "task": piece.task, "seed": piece.seed}
+            try:
+                scores[method] += [round(equal_bytes.score(r), 4) for r in runner.run_method(cell, method)]
+            except KvjaxError as e:
+                del scores[method]
+                yield about | {"failed": str(e)}
+    for method, values in scores.items():
+        yield {"method": method, "task": piece.task, "seed": piece.seed, "scores": values}
+
+
+def work(run: Mapping[str, Any], part: Part, until: float) -> None:
+    """Runs what the records of a run lack."""
+    model = kvjax.load(run["model"])
+    methods = [FULL, *dict.fromkeys(point["method"] for point in fit(model, run) if point["method"])]
+    runner = CellRunner(model, methods)
+    path = RESULTS / f"{run['name']}{f'.{part.number}-of-{part.count}' if part.count > 1 else ''}.jsonl"
+    pieces = make_pieces(run, methods)[part.number - 1 :: part.count]
+    for number, whole in enumerate(pieces, 1):
+        piece = without_done(whole, read_lines(run["name"]))
+        if not piece.methods:
+            continue
+        if time.monotonic() > until:
+            log_progress(f"{run['name']}: {number - 1} of {len(pieces)} pieces are done; the next run goes on")
+            return
+        started = time.monotonic()
+        lines = list(measure(runner, run, piece))
+        with path.open("a") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+        log_progress(
+            f"{run['name']}: piece {number} of {len(pieces)}, {piece.task}, seed {piece.seed}, "
+            f"{len(piece.methods)} methods, {time.monotonic() - started:.0f} s"
+        )
+
+
+def table(run: Mapping[str, Any]) -> str:
+    """Formats a run's table in Markdown: each method at each fraction, with 95% intervals over contexts."""
+    points, lines = fit(kvjax.load(run["model"]), run), read_lines(run["name"])
+    tasks = [task["name"] for task in run["task"]]
+    scores: dict[tuple[str, str], list[float]] = collections.defaultdict(list)
+    for line in lines:
+        scores[line["method"], line["task"]] += line.get("scores", [])
+
+    def cell(method: str, task: str) -> str:
+        values = scores[method, task]
+        if not values:
+            return ""
+        if task in BITS:
+            return f"{np.mean(values):.3f}"
+        low, high = intervals.score_interval(values)
+        return f"{100 * np.mean(values):.0f} ({100 * low:.0f}–{100 * high:.0f})"
+
+    rows = [f"| method | share | {' | '.join(tasks)} |", "|---|---:|" + "---:|" * len(tasks)]
+    for share, method in dict.fromkeys([("1", FULL), *((p["share"], p["method"]) for p in points if p["method"])]):
+        rows.append(f"| `{method}` | {share} | {' | '.join(cell(method, task) for task in tasks)} |")
+    return "\n".join(rows)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    p = make_parser(__doc__)
+    p.add_argument("--only", help="one run of catalogue.toml (default: all, in order)")
+    p.add_argument("--part", type=parse_part, default=Part(1, 1), help="such as 3/8: a part of the pieces")
+    p.add_argument("--minutes", type=float, default=math.inf, help="begin no piece after these")
+    p.add_argument("--table", action="store_true", help="run nothing")
+    args = p.parse_args(argv)
+    until = time.monotonic() + 60 * args.minutes
+    for run in read_declared(args.only).values():
+        print(table(run)) if args.table else work(run, args.part, until)
+
+
+if __name__ == "__main__":
+    run_script(main)

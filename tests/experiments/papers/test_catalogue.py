@@ -1,0 +1,104 @@
+"""The catalogue: a small run, in parts and gone on with, gives the scores of `kvjax.eval.compare`."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+
+import numpy as np
+import pytest
+
+import kvjax
+from experiments import catalogue
+from kvjax.eval import Spec, compare
+
+FAMILIES = """
+[[family]]
+name = "tokens"
+methods = ["sinks_and_recent:budget=32"]
+
+[[family]]
+name = "bits and tables"
+methods = ["int8", "qfilters:budget=32"]
+"""
+DECLARED = """
+[[run]]
+name = "tiny"
+model = "{model}"
+length = 96
+shares = ["3/4"]
+methods = "families.toml"
+batch = 2
+
+[[run.task]]
+name = "turns"
+contexts = 2
+questions = 2
+seeds = 2
+
+[[run.task]]
+name = "ppl"
+contexts = 2
+seeds = 1
+"""
+
+
+@pytest.fixture
+def results(tmp_path, directory, monkeypatch):
+    """Declares a run on a tiny model; returns the folder of its results."""
+    (tmp_path / "families.toml").write_text(FAMILIES)
+    (tmp_path / "catalogue.toml").write_text(DECLARED.format(model=directory))
+    monkeypatch.setattr(catalogue, "DECLARED", tmp_path / "catalogue.toml")
+    monkeypatch.setattr(catalogue, "RESULTS", tmp_path / "results")
+    return tmp_path / "results"
+
+
+def test_a_run_goes_on_in_parts_and_has_the_scores_of_compare(results, directory, capsys):
+    catalogue.main(["--minutes", "0"])  # fits, and has no time for more
+    points = json.loads((results / "tiny.fitted.json").read_text())
+    assert [(p["settings"], bool(p["method"])) for p in points] == [
+        ("sinks_and_recent:budget=32", True),
+        ("int8", True),
+        ("qfilters:budget=32", False),  # this model has no table of its heads
+    ]
+    assert "table" in points[2]["why"] and not catalogue.read_lines("tiny")
+    for part in ("1/2", "2/2", "1/2"):  # a part that is complete adds nothing
+        catalogue.main(["--part", part])
+    lines = catalogue.read_lines("tiny")
+    assert sorted((x["task"], x["seed"]) for x in lines) == [("ppl", 0)] * 3 + [("turns", 0)] * 3 + [("turns", 1)] * 3
+    model, tokens = kvjax.load(directory), points[0]["method"]
+    rows = compare(model, ["full", tokens, "int8"], "ppl", Spec((96,), contexts=2), batch=2)
+    mean = {x["method"]: np.mean(x["scores"]) for x in lines if x["task"] == "ppl"}
+    assert mean == pytest.approx({row.method: row.bits for row in rows}, abs=1e-4)
+    capsys.readouterr()
+    catalogue.main(["--table"])
+    table = capsys.readouterr().out
+    assert f"| `{tokens}` | 3/4 | 0 (" in table and f"{mean['int8']:.3f}" in table
+
+
+def test_a_method_that_fails_is_recorded_and_not_tried_again(results, directory, monkeypatch):
+    run = catalogue.CellRunner.run_method
+
+    def fail(self, cell, method):
+        if method == "int8":
+            raise kvjax.KvjaxError("no memory")
+        return run(self, cell, method)
+
+    monkeypatch.setattr(catalogue.CellRunner, "run_method", fail)
+    catalogue.main([])
+    monkeypatch.setattr(catalogue.CellRunner, "run_method", run)
+    catalogue.main([])
+    failed = [x for x in catalogue.read_lines("tiny") if x["method"] == "int8"]
+    assert [x.get("failed") for x in failed] == ["no memory"]
+
+
+def test_an_unknown_run_is_named(results):
+    with pytest.raises(kvjax.KvjaxError, match="no run 'large'; there are tiny"):
+        catalogue.main(["--only", "large"])
+
+
+def test_the_declared_runs_are_of_tasks_and_methods_that_there_are():
+    for run in catalogue.read_declared(None).values():
+        catalogue.suite.expand([task["name"] for task in run["task"]])
+        assert tomllib.loads((catalogue.Path(catalogue.__file__).parent / run["methods"]).read_text())["family"]
+        assert catalogue.parse_shares(",".join(run["shares"]))
