@@ -241,8 +241,13 @@ def trace_chunk(call: LayerCall, config: Config, prompt: int, batch: int, dtype:
 
     keys, values = (array(a.kv_heads, size, width) for width in (a.head_dim, a.value_dim))
     new, q = KVBlock(keys, values, array(1, size, dtype=jnp.int32)), array(a.kv_heads, a.groups, size, a.head_dim)
+    state = jax.tree.unflatten(tree, arrays)
+
+    def extend(state: Any, q: Any, new: KVBlock) -> Any:
+        return layer.extend(state, q, new, size, None)
+
     with jax.enable_x64(False):
-        return jax.make_jaxpr(lambda *x: layer.extend(*x, size))(jax.tree.unflatten(tree, arrays), q, new).jaxpr
+        return jax.make_jaxpr(extend)(state, q, new).jaxpr
 
 
 def abstract_state(

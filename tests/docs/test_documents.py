@@ -75,7 +75,7 @@ def test_a_bullet_has_at_most_40_words(page):
 
 def test_the_readme_counts_the_methods_in_tens():
     ours = [entry for entry in load_all().values() if is_builtin(entry.make)]
-    assert f"more than {len(ours) // 10 * 10} ways to" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"more than {(len(ours) - 1) // 10 * 10} ways to" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_every_page_with_code_is_run():

@@ -111,6 +111,7 @@ def test_every_script_has_a_small_form():
         "gpu.__main__",
         "gpu.methods",
         "equal_bytes",
+        "catalogue",
         "quality_against_bytes",
         "gemma_chat",
         "paper_claims",
