@@ -212,3 +212,13 @@ def test_links_of_a_page_lead_to_files_of_the_repository(page):
     text = FENCE.sub("", (ROOT / page).read_text(encoding="utf-8"))
     for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)\s]*)?\)", text):
         assert ((ROOT / page).parent / target).exists(), target
+
+
+def test_files_and_tables_that_contributing_names_exist():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    files = re.findall(r"`((?:kvjax|checkpoints_convert|tests|docs|experiments)/[\w/]+(?:\.\w+|/))`", text)
+    assert [file for file in files if "NAME" not in file and not (ROOT / file).exists()] == []
+    tables = re.findall(r"`([A-Z_]{4,})`\s+(?:in|of)\s+`([\w/]+\.py)`", text)
+    assert len(files) > 40 and len(tables) > 10
+    for table, file in tables:
+        assert re.search(rf"^{table}\b.* = ", (ROOT / file).read_text(encoding="utf-8"), re.M), (table, file)
