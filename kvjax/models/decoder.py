@@ -294,7 +294,7 @@ class Layer(nn.Module):
         with jax.named_scope("mlp"):
             module = MLP if kind.mlp.experts is None else MixtureOfExperts
             mlp = module(c.width, self.dtype, kind.mlp, name="mlp")
-            return map_token_blocks(lambda x: add_mlp(x, mlp(mlp_norm(x))), x), state
+            return map_token_blocks(lambda x: mlp(mlp_norm(x)), add_mlp, x), state
 
     def _norms(self, part: str) -> tuple[Callable[[Array], Array], Callable[[Array, Array], Array]]:
         """Returns what makes the input of a part of the layer, and what adds its output to the hidden vectors."""
@@ -310,15 +310,20 @@ class Layer(nn.Module):
         return before, add
 
 
-def map_token_blocks(f: Callable[[Array], Array], x: Array) -> Array:
-    """Computes a function of single tokens on x [B T D], a block of them after the other where T is long."""
+def map_token_blocks(f: Callable[[Array], Array], add: Callable[[Array, Array], Array], x: Array) -> Array:
+    """Computes add(x, f(x)), functions of single tokens, on x [B T D], a block of them after the other if T is long."""
     T = x.shape[1]
     if T < 2 * BLOCK_TOKENS:
-        return f(x)
+        return add(x, f(x))
 
     # Each block's outputs replace its inputs: no second array of all tokens.
     def map_block(first: Any, length: int, x: Array) -> Array:
-        return lax.dynamic_update_slice_in_dim(x, f(lax.dynamic_slice_in_dim(x, first, length, 1)), first, 1)
+        block = lax.dynamic_slice_in_dim(x, first, length, 1)
+        # On a mesh f ends with a sum over devices. Where XLA sees it added to what the loop carries, it moves the sum
+        # behind the loop, which then begins with zeros, although f reads them too (WhileLoopAllReduceCodeMotion, in
+        # programs for TPUs and GPUs). The barrier hides that the two are added.
+        y = lax.optimization_barrier(f(block))
+        return lax.dynamic_update_slice_in_dim(x, add(block, y), first, 1)
 
     x = lax.fori_loop(0, T // BLOCK_TOKENS, lambda i, x: map_block(i * BLOCK_TOKENS, BLOCK_TOKENS, x), x)
     return map_block(T - T % BLOCK_TOKENS, T % BLOCK_TOKENS, x) if T % BLOCK_TOKENS else x

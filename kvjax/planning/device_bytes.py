@@ -282,8 +282,6 @@ def _count_token_vectors(layer: TracedLayer, share: Share) -> int:
     a = layer.kind.attention
     own_heads = a.heads * a.head_dim // share.num_devices
     widest = own_heads + max(share.width, a.heads * a.value_dim // share.num_devices)
-    if share.num_devices > 1:
-        widest += share.width  # sums of the output projection, before all devices have added theirs
     if share.chunk < share.tokens or a.rule.window is not None:
         widest += a.kv_heads * (a.head_dim + a.value_dim) // share.num_devices
     return share.sequences * share.chunk * widest * share.itemsize

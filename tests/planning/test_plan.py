@@ -121,16 +121,17 @@ COMPILED = {
 }
 # XLA may compute where it is read what the plan counts as written, most of all in the clustering of a2ats.
 MOST = dict.fromkeys(reading.METHODS, 1.15) | {"offload": 1.2, "a2ats:words=128": 2.6}
-# What merging writes is counted too low, by less than the fraction of a device that every plan leaves free. A TPU
-# holds more than a GPU: on eight v5e up to 0.6 GB.
+# What merging writes is counted too low, by less than the fraction of a device that every plan leaves free, and so are
+# some sums over devices.
 LEAST = {"snapkv:budget=256 + merging": 0.98, "mikv": 0.99, "ems:budget=512": 0.99}
+LEAST_ON_MESHES = {"kivi:bits=2": 0.98, "snapkv:budget=25%": 0.98, "shadowkv": 0.93}
 
 
 @pytest.mark.parametrize("row", COMPILED, ids=lambda row: " ".join(map(str, dataclasses.astuple(row))))
 def test_reading_a_prompt_is_planned_as_programs_for_a_gpu_take_it(row):
-    """Programs that `experiments.bench.reading` compiled; for an H200 the plan is not below them."""
+    """Programs that `experiments.bench.reading` compiled; but for the named ones the plan is not below them."""
     planned, compiled = reading.compare(row, COMPILED[row])
-    least = 0.78 if row.topology.startswith("v5e") else LEAST.get(row.method, 1.0)
+    least = (LEAST if row.num_devices == 1 else LEAST_ON_MESHES).get(row.method, 1.0)
     assert least <= planned / compiled < MOST.get(row.method, 1.5)
 
 
