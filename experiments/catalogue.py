@@ -1,9 +1,9 @@
-"""The catalogue: every method on real models at equal bytes, for the answer to "which method for me".
+"""The catalogue: every method on a real model at equal bytes, for the answer to "which method for me".
 
 python -m experiments.catalogue [--only NAME] [--part 3/8] [--minutes 60]    runs what the records lack
 python -m experiments.catalogue --table [--only NAME]                        prints what the records say
 
-What is run stands in catalogue.toml: models, lengths, fractions of the exact cache's bytes, tasks in the order of their
+catalogue.toml declares the runs: models, lengths, fractions of the exact cache's bytes, tasks in the order of their
 weight, and the methods of `equal_bytes` that they are asked of. A piece of work is one task and seed under a group of
 methods, whose prompts are read once for all of them; seeds are the outer loop, so that every method has some contexts
 before any has all. `results/catalogue/NAME.jsonl` has a line for each method, task and seed: the scores of its
@@ -73,7 +73,8 @@ def fit(model: Model, run: Mapping[str, Any]) -> list[dict[str, Any]]:
     path.parent.mkdir(parents=True, exist_ok=True)
     families = tomllib.loads(declared.read_text())["family"]
     for name, line in [(family["name"], line) for family in families for line in family["methods"]]:
-        if not (shares := [share for share in run["shares"] if (line, share) not in known]):
+        shares = [share for share in run["shares"] if (line, share) not in known]
+        if not shares:
             continue
         try:
             fitted = equal_bytes.fit_line(model, parse_shares(",".join(shares)), run["length"], name, line)
@@ -97,11 +98,15 @@ def read_lines(name: str) -> list[dict[str, Any]]:
 def make_pieces(run: Mapping[str, Any], methods: Sequence[str]) -> list[Piece]:
     """Divides a run into pieces, seeds outermost."""
     groups = [tuple(methods[i : i + GROUP_METHODS]) for i in range(0, len(methods), GROUP_METHODS)]
-    seeds = range(max(task["seeds"] for task in run["task"]))
-    return [Piece(t["name"], s, group) for s in seeds for t in run["task"] if s < t["seeds"] for group in groups]
+    pieces = []
+    for seed in range(max(task["seeds"] for task in run["task"])):
+        for task in run["task"]:
+            if seed < task["seeds"]:
+                pieces += [Piece(task["name"], seed, group) for group in groups]
+    return pieces
 
 
-def without_done(piece: Piece, lines: Sequence[Mapping[str, Any]]) -> Piece:
+def leave_out_done(piece: Piece, lines: Sequence[Mapping[str, Any]]) -> Piece:
     """Leaves out the methods that have a line of this task and seed, or have failed at any."""
     done = {x["method"] for x in lines if (x["task"], x["seed"]) == piece[:2] or "failed" in x}
     return piece._replace(methods=tuple(m for m in piece.methods if m not in done))
@@ -115,7 +120,9 @@ def measure(runner: CellRunner, run: Mapping[str, Any], piece: Piece) -> Iterato
     cases = suite.cases(runner.model, [piece.task], spec)
     scores: dict[str, list[float]] = {method: [] for method in piece.methods}
     for cell in make_cells(cases, piece.methods, run["batch"]):
-        for method in [method for method in cell.methods if method in scores]:
+        for method in cell.methods:
+            if method not in scores:  # it has failed
+                continue
             about = {"method": method, "task": piece.task, "seed": piece.seed}
             try:
                 scores[method] += [round(equal_bytes.score(r), 4) for r in runner.run_method(cell, method)]
@@ -126,15 +133,16 @@ def measure(runner: CellRunner, run: Mapping[str, Any], piece: Piece) -> Iterato
         yield {"method": method, "task": piece.task, "seed": piece.seed, "scores": values}
 
 
-def work(run: Mapping[str, Any], part: Part, until: float) -> None:
+def run_missing(run: Mapping[str, Any], part: Part, until: float) -> None:
     """Runs what the records of a run lack."""
     model = kvjax.load(run["model"])
     methods = [FULL, *dict.fromkeys(point["method"] for point in fit(model, run) if point["method"])]
     runner = CellRunner(model, methods)
-    path = RESULTS / f"{run['name']}{f'.{part.number}-of-{part.count}' if part.count > 1 else ''}.jsonl"
+    suffix = f".{part.number}-of-{part.count}" if part.count > 1 else ""
+    path = RESULTS / f"{run['name']}{suffix}.jsonl"
     pieces = make_pieces(run, methods)[part.number - 1 :: part.count]
     for number, whole in enumerate(pieces, 1):
-        piece = without_done(whole, read_lines(run["name"]))
+        piece = leave_out_done(whole, read_lines(run["name"]))
         if not piece.methods:
             continue
         if time.monotonic() > until:
@@ -150,7 +158,7 @@ def work(run: Mapping[str, Any], part: Part, until: float) -> None:
         )
 
 
-def table(run: Mapping[str, Any]) -> str:
+def format_table(run: Mapping[str, Any]) -> str:
     """Formats a run's table in Markdown: each method at each fraction, with 95% intervals over contexts."""
     points, lines = fit(kvjax.load(run["model"]), run), read_lines(run["name"])
     tasks = [task["name"] for task in run["task"]]
@@ -168,7 +176,8 @@ def table(run: Mapping[str, Any]) -> str:
         return f"{100 * np.mean(values):.0f} ({100 * low:.0f}–{100 * high:.0f})"
 
     rows = [f"| method | share | {' | '.join(tasks)} |", "|---|---:|" + "---:|" * len(tasks)]
-    for share, method in dict.fromkeys([("1", FULL), *((p["share"], p["method"]) for p in points if p["method"])]):
+    fitted = [(point["share"], point["method"]) for point in points if point["method"]]
+    for share, method in dict.fromkeys([("1", FULL), *fitted]):  # lines of two families may fit alike
         rows.append(f"| `{method}` | {share} | {' | '.join(cell(method, task) for task in tasks)} |")
     return "\n".join(rows)
 
@@ -182,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = p.parse_args(argv)
     until = time.monotonic() + 60 * args.minutes
     for run in read_declared(args.only).values():
-        print(table(run)) if args.table else work(run, args.part, until)
+        print(format_table(run)) if args.table else run_missing(run, args.part, until)
 
 
 if __name__ == "__main__":

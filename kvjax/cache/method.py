@@ -228,7 +228,8 @@ def check_components(m: Components, budgets: tuple[int | None, ...] = ()) -> Non
                 f"{type(getattr(m, name)).__name__}, cannot lose one: {reason}; leave one of them out"
             )
     if m.attend is not None and m.prompt_chunk:
-        name, other = ("read", m.read) if m.decode is None else ("decode", m.decode)
+        is_policys = m.decode is not None and m.decode.prompt_chunk > 0
+        name, other = ("decode", m.decode) if is_policys else ("read", m.read)
         raise IncompatibleMethod(
             f"component `attend`, {m.attend}, and component `{name}`, {type(other).__name__}, both say what the "
             "prompt's own queries read; leave one of them out"

@@ -235,13 +235,14 @@ def trace_chunk(call: LayerCall, config: Config, prompt: int, batch: int, dtype:
     assert call.kind is not None
     layer, a, size = call.layer, call.kind.attention, call.layer.needs.prompt_chunk
     arrays, tree = abstract_state(call, config, prompt, batch, dtype, guards=True)
+    state = jax.tree.unflatten(tree, arrays)
 
-    def array(*shape: int, dtype: Any = dtype) -> Any:
+    def array(*shape: int, dtype: Any = dtype) -> Any:  # abstract, where its users say Array
         return jax.ShapeDtypeStruct((batch, *shape), dtype)
 
-    keys, values = (array(a.kv_heads, size, width) for width in (a.head_dim, a.value_dim))
-    new, q = KVBlock(keys, values, array(1, size, dtype=jnp.int32)), array(a.kv_heads, a.groups, size, a.head_dim)
-    state = jax.tree.unflatten(tree, arrays)
+    q = array(a.kv_heads, a.groups, size, a.head_dim)
+    keys, values = array(a.kv_heads, size, a.head_dim), array(a.kv_heads, size, a.value_dim)
+    new = KVBlock(keys, values, array(1, size, dtype=jnp.int32))
 
     def extend(state: Any, q: Any, new: KVBlock) -> Any:
         return layer.extend(state, q, new, size, None)

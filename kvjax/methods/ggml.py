@@ -148,7 +148,7 @@ def ggml(k: CacheType = "q8_0", v: CacheType = "q8_0", rotate: bool = True, bloc
     Differs:
       As in llama.cpp since its change 21038, but for f16, which is the model's own dtype here. There attention in the
       prompt reads the codes too, and on CPUs queries are rounded to q8_0. Scales beyond float16 are clipped, where
-      GGML's are infinite. Keys of GGUF's `llama` files, whose rows are interleaved there, get other codes than here.
+      GGML's are infinite. Keys of GGUF's `llama` files get other codes there.
 
     Args:
       k: type of keys, llama.cpp's `-ctk`.

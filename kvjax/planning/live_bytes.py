@@ -100,22 +100,27 @@ def count_live_bytes(jaxpr: Any, num_arguments: int = 0) -> int:
     return max(live)
 
 
-def count_copies(jaxpr: Any) -> int:
+def count_condition_bytes(jaxpr: Any) -> int:
     """Counts the most bytes of arrays that one condition gets and returns, changed or not: XLA copies these."""
-
-    def count(condition: Any) -> int:
-        given, returned = (collections.Counter(map(_kind, x)) for x in (condition.invars, condition.outvars))
-        sizes = {_kind(x): _size(x) for x in condition.outvars}
-        return sum(number * sizes[kind] for kind, number in (given & returned).items())
-
-    bodies = [getattr(x, "jaxpr", x) for eqn in jaxpr.eqns for x in _functions_of(eqn)]
-    return max(
-        [*(count(eqn) for eqn in jaxpr.eqns if eqn.primitive.name == "cond"), *map(count_copies, bodies)], default=0
-    )
+    most = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "cond":
+            most = max(most, _count_passed_through(eqn))
+        for body in _functions_of(eqn):
+            most = max(most, count_condition_bytes(getattr(body, "jaxpr", body)))
+    return most
 
 
-def _kind(x: Any) -> tuple[Any, Any]:
-    return x.aval.shape, x.aval.dtype
+def _count_passed_through(condition: Any) -> int:
+    """Counts the bytes of results for which there is an operand of the same shape and dtype."""
+    operands = collections.Counter((x.aval.shape, x.aval.dtype) for x in condition.invars)
+    total = 0
+    for x in condition.outvars:
+        kind = x.aval.shape, x.aval.dtype
+        if operands[kind]:
+            operands[kind] -= 1
+            total += _size(x)
+    return total
 
 
 def _is_renaming(eqn: Any) -> bool:

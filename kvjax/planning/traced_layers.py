@@ -20,7 +20,7 @@ from kvjax.generation.inputs import round_up
 from kvjax.generation.memory_plan import count_layers, count_step_bytes, trace_chunk, trace_prefill, trace_state_read
 from kvjax.models.config import Config
 from kvjax.models.kinds import LayerKind
-from kvjax.planning.live_bytes import count_copies, count_live_bytes
+from kvjax.planning.live_bytes import count_condition_bytes, count_live_bytes
 from kvjax.utils import arguments
 
 MAX_TRACED_LAYERS = 6
@@ -94,7 +94,7 @@ def trace_layers(
         step, making = count_step_bytes(call.layer, state), 0
         if call.layer.needs.prompt_chunk:
             chunk = trace_chunk(call, config, min(width, capacity), batch, arguments.float_type(dtype))
-            making = (count_live_bytes(chunk) + count_copies(chunk)) // (mesh[0] * mesh[1])
+            making = (count_live_bytes(chunk) + count_condition_bytes(chunk)) // (mesh[0] * mesh[1])
         elif call.kind.attention.reads_layer is None:
             traced, _ = trace_prefill(call, config, min(width, capacity), batch, arguments.float_type(dtype))
             making = count_live_bytes(traced.jaxpr, 2) // (mesh[0] * mesh[1])  # keys and values come first

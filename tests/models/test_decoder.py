@@ -132,8 +132,11 @@ def test_blocks_of_tokens_take_the_memory_of_one_block(monkeypatch):
         return jax.jit(f).lower(params, x).compile().memory_analysis().temp_size_in_bytes
 
     whole = workspace(mlp.apply)
-    replace = lambda x, y: y  # noqa: E731
-    assert workspace(lambda p, x: decoder.map_token_blocks(lambda x: mlp.apply(p, x), replace, x)) < whole / 8
+
+    def in_blocks(params: Any, x: Any) -> Any:
+        return decoder.map_token_blocks(lambda block: mlp.apply(params, block), lambda block, y: y, x)
+
+    assert workspace(in_blocks) < whole / 8
 
 
 @pytest.mark.parametrize("name", CONFIGS)

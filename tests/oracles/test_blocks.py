@@ -77,5 +77,5 @@ def test_the_first_layer_keeps_what_it_keeps_of_a_prompt_that_is_attended_in_ful
 
 
 def test_memory_does_not_grow_with_the_prompt():
-    layers = [kvjax.parse("keydiff:budget=64 + blocks:size=16").bind(layer.spec())]
-    assert {layers[0].num_slots(n, 100) for n in (10, 1_000, 1_000_000)} == {64 + 16 + 1}
+    bound = kvjax.parse("keydiff:budget=64 + blocks:size=16").bind(layer.spec())
+    assert {bound.num_slots(n, 100) for n in (10, 1_000, 1_000_000)} == {64 + 16 + 1}

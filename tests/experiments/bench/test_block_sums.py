@@ -15,7 +15,7 @@ TOKENS, WIDTH, INNER = 4 * decoder.BLOCK_TOKENS, 128, 512
 
 @pytest.mark.skipif(not LIBTPU.exists(), reason="no libtpu for this machine")
 def test_sums_over_devices_stay_in_the_loop_over_blocks():
-    """XLA moved them behind a loop whose blocks were then zeros: results were wrong, and no CPU shows it."""
+    """XLA moved them behind the loop, whose blocks were then zeros: results were wrong, and on a CPU they are not."""
     mesh = make_mesh("v5e:2x2", (1, 4), ("data", "model"))
 
     def place(shape: tuple[int, ...], *names: str | None) -> jax.ShapeDtypeStruct:
