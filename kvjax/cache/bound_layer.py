@@ -113,7 +113,7 @@ class MethodLayer:
         """Requests of all components to the decoder."""
         m = self.method
         scorer = None if m.select is None else m.select.scorer
-        observers = (scorer, m.decode, m.read, m.side_store, m.layer_budgets)
+        observers = (scorer, m.second_stage, m.decode, m.read, m.side_store, m.layer_budgets)
         num_queries = [observer.num_queries for observer in observers if observer is not None]
         num_queries += [observed_queries(m.k), observed_queries(m.v)]
         return Needs(

@@ -366,6 +366,7 @@ class SecondStageScorer:
     """
 
     share: float  # fraction of a head's kept tokens, sinks and recent ones included, that the first stage chooses
+    num_queries: int | None = 0  # last prompt queries that it observes, as in `Needs`
     needs_output = False  # whether it reads the layer's output projection, `Observation.output_projection`
 
     def with_selection(self, selection: PromptSelection) -> SecondStageScorer:

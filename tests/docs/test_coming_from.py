@@ -23,6 +23,7 @@ COMPARED = {
     "CURPress": "cur",
     "CapPress": "cap",
     "ChunkKVPress": "chunkkv",
+    "ChunkPress": "chunk_keydiff",
     "CompactorPress": "compactor",
     "CompressionRatioDecodingPress": "decoding_of_text_keydiff",
     "CriticalAdaKVPress": "criticaladakv",
@@ -59,7 +60,7 @@ COMPARED = {
 """The presses that tests/methods/test_public_eviction.py compares with ours, and the names of their cases there."""
 
 OTHERS = """
-BasePress CAMPress ChunkPress ComposedPress KVPressTextGenerationPipeline KVgradPress
+BasePress CAMPress ComposedPress KVPressTextGenerationPipeline KVgradPress
 PerLayerCompressionPress RandomPress RestoreKVPress ScorerPress
 """.split()
 """All other names in `__all__` of kvpress 0.5.5."""

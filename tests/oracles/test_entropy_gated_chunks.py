@@ -11,6 +11,7 @@ from kvjax.core.types import KVBlock
 from kvjax.methods.chunk_budgets import ChunkRanks
 from kvjax.methods.entropy_gated_chunks import EntropyGate
 from tests.contract import layer
+from tests.oracles import eviction
 
 LENGTHS, S = (30, 1, 23, 7), 30
 
@@ -96,3 +97,22 @@ def test_chunk_budgets_give_each_chunk_its_part_of_a_prompt():
     for head in range(layer.K):
         expected = keep_of_chunks(-norms[0, head, :9], 3, 2 / 3)
         assert sorted(p for p in positions[0, head].tolist() if p >= 0) == expected
+
+
+def test_a_chunk_scored_alone_keeps_what_it_keeps_as_a_prompt_of_its_own():
+    """SnapKV in each chunk, with the chunk's last queries; the last chunk's window always stays and is counted first."""
+    window, chunk, batch = 1, 3, layer.random_batch(3)
+    method = "snapkv:budget=6,window=1,kernel=3 + chunk_budgets:chunk=3,score=chunk"
+    positions = np.asarray(layer.prefill(layer.bind(method), batch).pos)
+    whole = np.asarray(layer.prefill(layer.bind(method.replace("score=chunk", "score=prompt")), batch).pos)
+    for b, n in ((0, 9), (2, 6)):
+        fraction = 6 / n
+        expected = [[] for _ in range(layer.K)]
+        for start in range(0, n, chunk):
+            q, k = (np.asarray(x[b][..., start : start + chunk, :], np.float64) for x in (batch.q, batch.k))
+            _, scores = eviction.snapkv_scores(eviction.attention_weights(q, k), window, kernel=3)
+            for head in range(layer.K):
+                expected[head] += [start + s for s in keep_of_chunks(scores[head], chunk, fraction)]
+        for head in range(layer.K):
+            assert sorted(p for p in positions[b, head].tolist() if p >= 0) == expected[head]
+    assert (positions != whole).any()

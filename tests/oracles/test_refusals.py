@@ -69,6 +69,8 @@ REFUSED = {
     "cap:tau=-1": "tau must be 0 or more, got -1",
     "chunk_budgets": "component `second_stage` works on an eviction method's selection",
     "keynorm:budget=8 + chunk_budgets:chunk=0": "chunk must be at least 1, got 0",
+    "keynorm:budget=8 + chunk_budgets:score=head": "score must be one of 'prompt', 'chunk', got 'head'",
+    "snapkv:budget=8,window=2 + chunk_budgets:score=chunk + recompress": "queries of every chunk.*give .*score=prompt",
     "keynorm:budget=8 + chunk_budgets + entropy_gated_chunks": "both fill the component `second_stage`",
     "compactor:blend=all": "blend is a number of 0 or more, as in blend=0.5, or 'evicted', got 'all'",
     "compactor:blend=-1": "blend must be 0 or more, got -1",
