@@ -62,22 +62,21 @@ class BoundRanksAlone(RanksAlone):
     ) -> kv.Array:
         B, K, S, _ = block.k.shape
 
-        def split(x: kv.Array | None, axis: int, padding: float = 0) -> kv.Array | None:
+        def split(x: kv.Array, axis: int, padding: float = 0) -> kv.Array:
             """Makes each chunk a sequence of the batch: [B .. S ..] -> [chunks * B .. chunk ..]."""
-            if x is None:
-                return None
             chunks = kv.attention.split_blocks(x, axis, self.chunk, padding)
             return chunks.reshape(-1, *chunks.shape[2:])
 
         parts = kv.KVBlock(*(split(x, 2, padding) for x, padding in ((block.k, 0), (block.v, 0), (block.pos, -1))))
         if observation is not None:
-            sinks = observation.sinks
+            hidden, replayed, sinks = observation.hidden_states, observation.replay_scores, observation.sinks
+            observes_all = self.num_queries is None
             observation = kv.Observation(
-                split(observation.q, 3) if self.num_queries is None else observation.q,
-                split(observation.pos, 1, -1) if self.num_queries is None else observation.pos,
+                split(observation.q, 3) if observes_all else observation.q,
+                split(observation.pos, 1, -1) if observes_all else observation.pos,
                 output_projection=observation.output_projection,
-                hidden_states=split(observation.hidden_states, 2),
-                replay_scores=split(observation.replay_scores, 2),
+                hidden_states=None if hidden is None else split(hidden, 2),
+                replay_scores=None if replayed is None else split(replayed, 2),
                 sinks=None if sinks is None else jnp.broadcast_to(sinks, (len(parts.pos), *sinks.shape[1:])),
             )
         alone = self.scorer.scores(parts, observation, spec).per_kv_head.reshape(-1, B, K, self.chunk)

@@ -100,7 +100,7 @@ def test_chunk_budgets_give_each_chunk_its_part_of_a_prompt():
 
 
 def test_a_chunk_scored_alone_keeps_what_it_keeps_as_a_prompt_of_its_own():
-    """SnapKV in each chunk, with the chunk's last queries; the last chunk's window always stays and is counted first."""
+    """SnapKV in each chunk, by the chunk's last query; the window always stays, and is counted in its chunk."""
     window, chunk, batch = 1, 3, layer.random_batch(3)
     method = "snapkv:budget=6,window=1,kernel=3 + chunk_budgets:chunk=3,score=chunk"
     positions = np.asarray(layer.prefill(layer.bind(method), batch).pos)
