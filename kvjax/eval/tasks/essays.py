@@ -64,7 +64,7 @@ class CityNumbers:
     text are RULER's.
     """
 
-    def draft(self, rng: np.random.Generator, spec: Spec, length: int) -> tuple[ruler.Draft, int]:
+    def draft(self, rng: np.random.Generator, spec: Spec, length: int) -> ruler.DrawnInstance:
         """See `ruler.InstanceKind`; a unit is a word of the essays."""
         n = arguments.integer("questions about cities", spec.questions, 1, len(CITIES))
         essay = Essay(spec, rng)
@@ -80,7 +80,7 @@ class CityNumbers:
             texts, openings = ([x.format(city=c) for c in cities] for x in (QUESTION, OPENING))
             return text, [ruler.TextQuestion(texts[i], (values[i],), needle_depths[i], openings[i]) for i in order]
 
-        return build, n
+        return ruler.DrawnInstance(build, n)
 
 
 CITY_TASKS = {

@@ -1,5 +1,7 @@
 """RULER's synthetic tasks as text for real tokenizers (Hsieh et al., 2024), and recall in turns after SCBench.
 
+RULER's two tasks of questions about documents are in `kvjax/eval/tasks/ruler_questions.py`.
+
 Prompts, numbers of needles, metric and new tokens are those of RULER's standard tasks, word for word. These differ:
 keys and words are made here instead of taken from packages; essays are `spec.text` or held-out source code; each
 instance starts elsewhere in the essay; a length counts the question but not the answer; several keys of a context may
@@ -15,12 +17,12 @@ import itertools
 import math
 import string
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from kvjax.eval.tasks import haystack, symbols
-from kvjax.eval.tasks.case import Ask, Case, Spec
+from kvjax.eval.tasks.case import Ask, Case, Spec, TooShort
 from kvjax.eval.tasks.chat_format import chat_format
 from kvjax.eval.tasks.encoding import find_largest
 from kvjax.eval.tasks.haystack import STRING_KINDS, DistinctStrings, Essay, letters
@@ -46,15 +48,19 @@ Draft = Callable[[int], tuple[str, list[TextQuestion]]]
 """Units of haystack -> (the context's text, ended by a line break, its questions)."""
 
 
+class DrawnInstance(NamedTuple):
+    """An instance in a haystack of any size, from the fewest to the most units of haystack."""
+
+    build: Draft
+    fewest: int
+    most: int = 2**40
+
+
 class InstanceKind(Protocol):
     """A kind of instance that a `RulerTask` asks about."""
 
-    def draft(self, rng: np.random.Generator, spec: Spec, length: int) -> tuple[Draft, int]:
-        """Draws an instance.
-
-        Returns:
-          The draft, which builds the same instance in a haystack of any size, and the fewest units that it needs.
-        """
+    def draft(self, rng: np.random.Generator, spec: Spec, length: int) -> DrawnInstance:
+        """Draws an instance for contexts of `length` tokens."""
         ...
 
 
@@ -69,7 +75,7 @@ class Niah:
     values: int = 1
     queries: int = 1
 
-    def draft(self, rng: np.random.Generator, spec: Spec, length: int) -> tuple[Draft, int]:
+    def draft(self, rng: np.random.Generator, spec: Spec, length: int) -> DrawnInstance:
         """See `InstanceKind`; a unit is a word, a line of noise or a needle."""
         essay = Essay(spec, rng) if self.haystack == "essay" else None
         avoid = essay.whole if essay else NOISE
@@ -98,7 +104,7 @@ class Niah:
             where = {j: (len(head) + s) / (len(head) + len(text)) for j, s in zip(order, starts, strict=True)}
             return f"{head}{text}\n", self._questions(rng, spec, names, table, where)
 
-        return build, n * self.values
+        return DrawnInstance(build, n * self.values)
 
     def _phrase(self, template: str, query: str = "") -> str:
         """Puts RULER's words in the singular for one answer, as its scripts do."""
@@ -148,7 +154,7 @@ class VariableTracking:
 
     hops: int = 4
 
-    def draft(self, rng: np.random.Generator, spec: Spec, length: int) -> tuple[Draft, int]:
+    def draft(self, rng: np.random.Generator, spec: Spec, length: int) -> DrawnInstance:
         """See `InstanceKind`; a unit is a line of noise. The example has five; RULER's has up to 500 tokens."""
         names = DistinctStrings(letters(rng, string.ascii_uppercase, 5)).first(self.hops + 1)
         short = DistinctStrings(letters(rng, string.ascii_uppercase, 3)).first(self.hops + 1)
@@ -163,7 +169,7 @@ class VariableTracking:
             depth = (len(example) + question.depth * len(text)) / (len(example) + len(text))
             return example + text, [dataclasses.replace(question, depth=depth)]
 
-        return build, self.hops + 1
+        return DrawnInstance(build, self.hops + 1)
 
     def _chain(
         self, names: Sequence[str], value: str, num_noise: int, rng: np.random.Generator
@@ -185,7 +191,7 @@ class CommonWords:
 
     common: int = 10
 
-    def draft(self, rng: np.random.Generator, spec: Spec, length: int) -> tuple[Draft, int]:
+    def draft(self, rng: np.random.Generator, spec: Spec, length: int) -> DrawnInstance:
         """See `InstanceKind`; a unit is a different word."""
         words = DistinctStrings(haystack.syllable_words(rng))
         if length < SHORT_CONTEXT_TOKENS:
@@ -205,7 +211,7 @@ class CommonWords:
             asked = TextQuestion(question, tuple(chosen[: self.common]), opening=opening)
             return f"{example}{question}{opening} {answer}\n{text}", [asked]
 
-        return build, 2 * self.common
+        return DrawnInstance(build, 2 * self.common)
 
     def _word_list(self, words: list[str], often: int, seldom: int, rng: np.random.Generator) -> str:
         """The list, in which the first words of `words` are often."""
@@ -219,7 +225,7 @@ class CommonWords:
 class FrequentWords:
     """Coded words by a zeta law (alpha 2), the first rank dots; the next three are asked for."""
 
-    def draft(self, rng: np.random.Generator, spec: Spec, length: int) -> tuple[Draft, int]:
+    def draft(self, rng: np.random.Generator, spec: Spec, length: int) -> DrawnInstance:
         """See `InstanceKind`; a unit is a word of the text, and rounding drops some words."""
         ranked = DistinctStrings(letters(rng, string.ascii_lowercase, 6)).first(max(5, length // 50) - 1)
         ranked = ["...", *ranked]
@@ -236,7 +242,7 @@ class FrequentWords:
             opening = " Answer: According to the coded text above, the three most frequently appeared words are:"
             return f"{head}{text}\n", [TextQuestion(question, tuple(ranked[1:4]), opening=opening)]
 
-        return build, 53  # from here on the fourth rank is more frequent than the fifth
+        return DrawnInstance(build, 53)  # from here on the fourth rank is more frequent than the fifth
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,13 +253,14 @@ class RulerTask:
     new_tokens: int
     turns: bool = False  # whether the questions are a conversation
     stream: str = ""  # instances are seeded by this name, so that tasks of one stream have the same instances
+    metric: str = "contains_all"  # RULER's string_match_all
 
     def cases(self, task: str, model: Model, spec: Spec) -> Iterator[Case]:
         """Makes the cases of all lengths; a context and the longest of its questions take at most `length` tokens."""
         chat = chat_format(model, spec)
         for length, i in itertools.product(spec.lengths, range(spec.contexts)):
             rng = symbols.instance_generator(spec, self.stream or task, length, i)
-            build, low = self.kind.draft(rng, spec, length)
+            build, fewest, most = self.kind.draft(rng, spec, length)
             # The questions stay the same for every size of the haystack that is tried.
             encode_question = functools.cache(chat.encode_question)
 
@@ -270,13 +277,17 @@ class RulerTask:
                 context, prompts, _ = encode(n)
                 return len(context) + max(map(len, prompts))
 
-            context, prompts, questions = encode(find_largest(task, cost, length, low))
+            units = find_largest(task, cost, length, fewest, most)
+            if units == most:
+                raise TooShort(
+                    f"the {most:,} documents of task {task!r} do not fill {length} tokens; use a shorter length"
+                )
+            context, prompts, questions = encode(units)
             asks = []
             for turn, (prompt, question) in enumerate(zip(prompts, questions, strict=True)):
                 about = {} if question.depth is None else {"depth": question.depth}
                 about |= {"turn": turn} if self.turns else {}
-                # RULER's metric is string_match_all.
-                asks.append(Ask(prompt, "contains_all", question.references, self.new_tokens, about=about))
+                asks.append(Ask(prompt, self.metric, question.references, self.new_tokens, about=about))
             yield Case(task, f"{task}/{length}/{i}", context, tuple(asks), self.turns, about={"length": length})
 
 

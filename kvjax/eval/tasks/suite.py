@@ -14,6 +14,7 @@ from kvjax.eval.tasks.case import Case, Maker, Spec, TooShort, bind_maker
 from kvjax.eval.tasks.essays import ESSAYS
 from kvjax.eval.tasks.humaneval import HUMANEVAL
 from kvjax.eval.tasks.own_questions import QUESTIONS
+from kvjax.eval.tasks.ruler_questions import FILES, RULER_QUESTIONS
 from kvjax.eval.tasks.xsum import XSUM
 from kvjax.models.model import Model
 from kvjax.utils.arguments import suggest_name
@@ -36,8 +37,8 @@ RECALL_TASKS = {
     "symbols.copying": "The shipped model: how a run of symbols goes on.",
     "symbols.variables": "The shipped model: variable tracking, the whole chain.",
 }
-"""Tasks that exist as text and in the shipped model's symbols. RULER's names are those of its standard tasks, without
-the two that need a data set."""
+"""Tasks that exist as text and in the shipped model's symbols. RULER's names are those of its standard tasks; the two
+that need a data set are in `RULER_QUESTIONS`."""
 
 
 def _make_recall_cases(name: str, model: Model, spec: Spec) -> Iterator[Case]:
@@ -63,7 +64,7 @@ BENCHMARKS: dict[str, Maker] = {**XSUM, **QUESTIONS}
 
 def makers() -> dict[str, Maker]:
     """Name -> maker of every task: first tasks without a download, then those of packages, then those of files."""
-    return {**SYNTHETIC, **ESSAYS, **HUMANEVAL, **BENCHMARKS}
+    return {**SYNTHETIC, **RULER_QUESTIONS, **ESSAYS, **HUMANEVAL, **BENCHMARKS}
 
 
 def describe_tasks() -> dict[str, str]:
@@ -80,14 +81,18 @@ def split_words(text: str) -> list[str]:
     return words
 
 
-def expand(names: str | Sequence[str]) -> list[str]:
-    """Returns task names, each once; a name like "ruler" stands for all "ruler.*".
+def expand(names: str | Sequence[str], left_out: Callable[[str], None] | None = None) -> list[str]:
+    """Returns task names, each once; a name like "ruler" stands for all "ruler.*" whose data are installed.
 
     Args:
       names: several, or a string in which commas separate them.
+      left_out: called with a line for the tasks of a family whose package is not installed, which are then left out.
 
     Raises:
       KvjaxError: no name, or an unknown one; the message has the nearest known name.
+
+    Warns:
+      KvjaxWarning: tasks are left out, and there is no `left_out`.
     """
     known, names = list(makers()), split_words(names) if isinstance(names, str) else names
     expanded: list[str] = []
@@ -97,6 +102,11 @@ def expand(names: str | Sequence[str]) -> list[str]:
             families = dict.fromkeys(t.partition(".")[0] for t in known)
             nearest = suggest_name(name, [*families, *known])
             raise KvjaxError(f"unknown task {name!r}{nearest or ';'} `kvjax eval --list` lists them all")
+        absent = [t for t in matches if t != name and t in FILES and FILES[t].find() is None]
+        if absent and len(absent) < len(matches):
+            note = f"left out: {', '.join(absent)}, whose questions are in a package: {FILES[absent[0]].install}"
+            left_out(note) if left_out is not None else warnings.warn(note, KvjaxWarning, stacklevel=2)
+            matches = [t for t in matches if t not in absent]
         expanded += matches
     return list(dict.fromkeys(expanded))
 
@@ -118,7 +128,7 @@ def cases(model: Model, names: Sequence[str], spec: Spec, left_out: Callable[[st
     Warns:
       KvjaxWarning: prompts lack solved examples, and there is no `left_out`.
     """
-    made = [case for name in expand(names) for case in _make_fitting_cases(name, model, spec, left_out)]
+    made = [case for name in expand(names, left_out) for case in _make_fitting_cases(name, model, spec, left_out)]
     if not made and left_out is not None:
         raise KvjaxError("no task fits in any of the lengths; use longer ones")
     for note in examples.missing_example_notes((case.task, case.about) for case in made):

