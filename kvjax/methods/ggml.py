@@ -30,11 +30,13 @@ class GgmlBlocks(NamedTuple):
 class GgmlBlock(kv.Quantizer):
     """Quantizes blocks of channels as GGML's reference code does, with the same codes and scales.
 
-    Codes come from the scale in float32, and numbers are restored by the scale in float16.
+    Codes come from the scale in float32, and numbers are restored by the scale in float16. With `pairs` the two halves
+    of a vector are interleaved before they are cut into blocks.
     """
 
     type: Literal["q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
     block: kv.PositiveInt = 32
+    pairs: bool = False
 
     __post_init__ = kv.check_fields
 
@@ -47,6 +49,8 @@ class GgmlBlock(kv.Quantizer):
         return {"q8_0": 8, "q5_1": 5, "q5_0": 5}.get(self.type, 4)
 
     def encode(self, x: kv.Array) -> GgmlBlocks:
+        if self.pairs:
+            x = _transpose(x, 2, x.shape[-1] // 2)
         blocks = x.reshape(*x.shape[:-1], x.shape[-1] // self.block, self.block)
         at_largest = jnp.abs(blocks).argmax(-1, keepdims=True)
         largest, minima = jnp.take_along_axis(blocks, at_largest, -1), None  # with its sign
@@ -82,7 +86,8 @@ class GgmlBlock(kv.Quantizer):
         blocks = levels.reshape(*levels.shape[:-1], -1, self.block) * coded.scales[..., None].astype(jnp.float32)
         if coded.minima is not None:
             blocks = blocks + coded.minima[..., None].astype(jnp.float32)
-        return blocks.reshape(levels.shape)
+        x = blocks.reshape(levels.shape)
+        return _transpose(x, x.shape[-1] // 2, 2) if self.pairs else x
 
     def _encode_nonlinear(self, blocks: kv.Array, largest: kv.Array) -> tuple[kv.Array, kv.Array]:
         """The nearest levels where the largest number is level -127, and the scale of least squares for them."""
@@ -94,6 +99,11 @@ class GgmlBlock(kv.Quantizer):
         products = (weights * levels * blocks).sum(-1, keepdims=True)
         squares = (weights * levels * levels).sum(-1, keepdims=True)
         return codes.astype(jnp.float32), jnp.where(squares > 0, products / jnp.where(squares > 0, squares, 1.0), 0.0)
+
+
+def _transpose(x: kv.Array, rows: int, columns: int) -> kv.Array:
+    """Transposes each vector x [... rows*columns] as a matrix."""
+    return x.reshape(*x.shape[:-1], rows, columns).swapaxes(-1, -2).reshape(x.shape)
 
 
 def _divide(x: kv.Array, number: float) -> kv.Array:
@@ -123,16 +133,27 @@ class RotatedAsInLlamaCpp(kv.PerTokenCodec):
       largest: whether blocks are the largest power of two, from 64 on, that divides the head size (llama.cpp's keys).
     """
 
+    quantizer: GgmlBlock = GgmlBlock("q8_0")
     largest: bool = False
 
     def count_rotated_channels(self, H: int) -> int:
         if not self.rotate or H % 64:
             return 0
-        return H & -H if self.largest else 64
+        width = H & -H if self.largest else 64
+        # Interleaving moves the bits of a channel's index round by one, and Hadamard's signs are by the bits that two
+        # indices share: both commute, so that the quantizer can interleave, if a whole head is rotated.
+        if self.quantizer.pairs and width != H:
+            raise kv.KvjaxError(
+                f"pairs=true of ggml needs heads that are rotated whole, and of {H} channels {width} are rotated "
+                "together; use rotate=false or pairs=false"
+            )
+        return width
 
 
 @kv.register_method(example="ggml:block=8", family="quantization by token")
-def ggml(k: CacheType = "q8_0", v: CacheType = "q8_0", rotate: bool = True, block: int = 32) -> kv.Method:
+def ggml(
+    k: CacheType = "q8_0", v: CacheType = "q8_0", rotate: bool = True, block: int = 32, pairs: bool = False
+) -> kv.Method:
     """Stores keys and values in the cache types of llama.cpp, each token once, when it arrives.
 
     Attention in the prompt is exact. A number takes 8.5 bits in q8_0, 6 in q5_1, 5.5 in q5_0, 5 in q4_1, 4.5 in q4_0
@@ -148,7 +169,7 @@ def ggml(k: CacheType = "q8_0", v: CacheType = "q8_0", rotate: bool = True, bloc
     Differs:
       As in llama.cpp since its change 21038, but for f16, which is the model's own dtype here. There attention in the
       prompt reads the codes too, and on CPUs queries are rounded to q8_0. Scales beyond float16 are clipped, where
-      GGML's are infinite. Keys of GGUF's `llama` files get other codes there.
+      GGML's are infinite.
 
     Args:
       k: type of keys, llama.cpp's `-ctk`.
@@ -157,14 +178,18 @@ def ggml(k: CacheType = "q8_0", v: CacheType = "q8_0", rotate: bool = True, bloc
         64: keys in the largest blocks that are powers of two, values in blocks of 64 (off in llama.cpp with
         LLAMA_ATTN_ROT_DISABLE=1).
       block: channels that share a scale. llama.cpp's are 32, and smaller ones serve heads that 32 does not divide.
+      pairs: whether the halves of a key are interleaved before it is cut into blocks. The two channels that RoPE
+        rotates together are then neighbors, as in GGUF files whose architecture is `llama` (Llama, Mistral),
+        `mistral3`, `granite` or `smollm3`.
 
     Reference:
       llama.cpp, --cache-type-k and --cache-type-v; ggml-quants.c; the rotation: pull request 21038
     """
 
-    def codec(kind: CacheType, largest: bool) -> kv.Codec:
+    def codec(kind: CacheType, of_keys: bool) -> kv.Codec:
         if kind == "f16":
             return kv.Plain()
-        return RotatedAsInLlamaCpp(GgmlBlock(kind, block), "hadamard" if rotate else "", largest=largest)
+        quantizer = GgmlBlock(kind, block, pairs and of_keys)
+        return RotatedAsInLlamaCpp(quantizer, "hadamard" if rotate else "", largest=of_keys)
 
     return kv.Method(k=codec(k, True), v=codec(v, False))

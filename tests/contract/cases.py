@@ -490,7 +490,7 @@ CASES = (
         "gear", "gear:bits=2,rank=2,later=1,share=0.25,every=3", "gear:bits=8,rank=32,later=32,every=3", gear_bytes
     ),
     MethodCase("ggml", "ggml:block=8", "", block_bytes(40, 40)),
-    MethodCase("ggml", "ggml:k=q5_1,v=iq4_nl", "", block_bytes(24, 18), variant="5 and 4 bits"),
+    MethodCase("ggml", "ggml:k=q5_1,v=iq4_nl,pairs=true", "", block_bytes(24, 18), variant="5 and 4 bits"),
     MethodCase("h2o", "h2o:heavy=3,recent=2", "h2o:heavy=90,recent=10", constant_bytes(6, policy_bytes=4)),
     MethodCase(
         "h2o",

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.errors import KvjaxError
 from kvjax.methods.ggml import GgmlBlock, RotatedAsInLlamaCpp
 from tests.contract import layer
 from tests.oracles.codec_attention import attend_decoded
@@ -92,6 +93,30 @@ def test_heads_are_rotated_as_in_llama_cpp(H, k_width, v_width):
         difference = np.abs(np.asarray(found) - expected)
         assert np.quantile(difference, 0.9) < 1e-5 and difference.max() < 0.5
         assert np.abs(expected - x).mean() > 0.01
+
+
+@pytest.mark.parametrize(("H", "width"), [(128, 128), (96, 0)])
+def test_keys_in_pairs_are_interleaved_before_they_are_rotated(H, width):
+    x = np.random.default_rng(1).standard_normal((40, H)).astype(np.float32)
+    order = np.arange(H).reshape(2, -1).T.ravel()  # 0, H/2, 1, H/2 + 1, ..
+    codec = kvjax.methods.ggml("q4_0", pairs=True).k
+    pos = jnp.arange(40)[None, None]
+    found = jax.jit(lambda x: codec.decode(codec.encode(x, pos)))(x[None, None])[0, 0]
+    interleaved, expected = x[:, order].astype(np.float64), np.zeros(x.shape)
+    turned = (
+        rotate(fake_quantize(rotate(interleaved, width), "q4_0"), width)
+        if width
+        else fake_quantize(interleaved, "q4_0")
+    )
+    expected[:, order] = turned
+    difference = np.abs(np.asarray(found) - expected)
+    assert np.quantile(difference, 0.9) < 1e-5 and difference.max() < 0.5
+
+
+def test_heads_that_are_not_rotated_whole_have_no_pairs():
+    codec = kvjax.methods.ggml(pairs=True).k
+    with pytest.raises(KvjaxError, match="of 192 channels 64 are rotated together; use rotate=false or pairs=false"):
+        codec.count_rotated_channels(192)
 
 
 @pytest.mark.parametrize(("k", "v"), [("q5_1", "iq4_nl"), ("q8_0", "q4_0"), ("f16", "q5_0")])
