@@ -38,14 +38,16 @@ def keydiff(
 ) -> kv.Method:
     """Keeps the prompt tokens whose keys differ most from the mean key; it needs no queries.
 
-    With 'keydiff + recompress:every=1' it selects again at every decoded token.
+    'keydiff:budget=1024 + blocks:size=128' is the paper's own form; 'keydiff:budget=1024 + recompress:every=1' selects
+    again at every decoded token, after a prompt that was attended in full.
 
     Formula:
       score_s = -cos(k_s, mean over the sequence's tokens of k / |k|)
 
     Differs:
-      The paper compresses block by block while it reads the prompt, and later blocks attend to what is left, as
-      'keydiff + blocks' does; here, as in kvpress (KeyDiffPress), the prompt is attended in full and compressed once.
+      The prompt is attended in full and compressed once, as in kvpress (KeyDiffPress), so that a long answer stays
+      whole; the paper compresses block by block, while decoding too, and later blocks attend to what is left, as
+      'keydiff + blocks' does. The authors have published no code.
 
     Args:
       budget, sinks, recent, unit, per: as in `make_selection`.

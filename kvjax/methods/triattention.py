@@ -10,6 +10,7 @@ import numpy as np
 
 from kvjax import method_api as kv
 from kvjax.cache.eviction.future_queries import mean_over_pre_rope, rotate_ahead, sum_queries, visible_to_next_query
+from kvjax.methods.recompress import Recompress
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,9 +60,10 @@ def moduli(x: kv.Array, dim: int) -> kv.Array:
     return jnp.sqrt(jnp.square(x[..., :half]) + jnp.square(x[..., half:dim]))
 
 
-@kv.register_method(example="triattention:budget=512", family="eviction after the prompt")
+@kv.register_method(example="triattention:budget=512", family="eviction at every step")
 def triattention(
     budget: kv.TokenBudget = 2048,
+    every: kv.NonNegativeInt = 128,
     recent: int = 128,
     furthest: int = 65536,
     normalise: bool = True,
@@ -69,29 +71,34 @@ def triattention(
     unit: str = "token",
     per: kv.Scope = "head",
 ) -> kv.Method:
-    """Keeps the tokens that match each head's mean query at the distances ahead, and the recent ones.
+    """Returns to its budget whenever `every` tokens have come, and keeps those that match each head's mean query.
 
-    The authors compress every 128 tokens while decoding: 'triattention + recompress:every=128'.
+    The prompt is compressed likewise. With every=0 it is compressed once and all decoded tokens stay; only then does
+    the method compose with others that act when the prompt ends, as in 'triattention:every=0 + adakv'.
 
     Formula:
       score_s = mean over d of sum_f |m_f| |k_f| cos((t - s + d) w_f + arg(m_f conj k_f)) + (a_f - |m_f|) |k_f| with m
-      and a the mean and the mean modulus of a head's queries before RoPE
+      and a the mean and the mean modulus of a head's queries before RoPE; back to `budget` tokens whenever `every` more
+      are cached
 
     Differs:
-      Each layer and head selects for itself, the authors' `per_layer_per_head`, where their default is one selection
-      for all layers; all keep the same number in both. Statistics come from a sequence's own queries, those of the
-      prompt and under `recompress` the last `every`, where the authors calibrate them once per model and keep them in a
-      file; the prompt counts towards the budget, where their code protects it by default.
+      Statistics come from a sequence's own queries, all of the prompt's and, while decoding, the last `every`, which
+      are held; the authors calibrate them once per model and keep them in a file. Each layer and head selects for
+      itself, the authors' `per_layer_per_head`, where by default a head selects for all layers; all keep the same
+      number in both. As in their vLLM plugin the prompt competes with the answer; their code for transformers keeps all
+      of it, and compresses at positions that are multiples of `every`.
 
     Args:
       budget: as in `make_selection` (the authors' plugin: 2,048).
+      every: tokens between compressions, the plugin's `divide_length` (128); 0 compresses the prompt alone.
       recent: as in `make_selection` (the authors' plugin: 128).
       furthest: largest distance ahead; the distances are the powers of two up to it.
       normalise: whether each query head's scores are standardized over a sequence's tokens before the largest of a
-        key/value head's query heads is taken (optional in the authors' code, on in TensorRT-LLM).
+        key/value head's query heads is taken (optional in the authors' code, on in their plugin and TensorRT-LLM).
       sinks, unit, per: as in `make_selection`.
 
     Reference:
-      TriAttention, Mao et al. 2026, arXiv 2604.04921; constants of its authors' vLLM plugin
+      TriAttention, Mao et al. 2026, arXiv 2604.04921; constants of its authors' vLLM plugin, WeianMao/triattention
     """
-    return kv.Method(select=kv.make_selection(TriAttention(furthest, normalise), budget, sinks, recent, unit, per))
+    select = kv.make_selection(TriAttention(furthest, normalise), budget, sinks, recent, unit, per)
+    return kv.Method(select=select, decode=Recompress(every) if every else None)

@@ -254,6 +254,14 @@ def recompress_bytes(num_slots: int, per_head: bool = True) -> BytesFormula:
     return count
 
 
+def lag_bytes(shape: LayerShape) -> StateBytes:
+    """A sink, one token of each of six partitions, two whole ones, an empty slot; where each sequence begins."""
+    num_slots = 1 + 6 + 2 * 3 + 1
+    return StateBytes(
+        2 * shape.kv_bytes(num_slots) + shape.position_bytes(num_slots, per_head=True) + shape.count_bytes()
+    )
+
+
 def rekv_bytes(shape: LayerShape) -> StateBytes:
     """A mean key for each block of 2 tokens, and the sum of queries, in float32; keys and values on the host."""
     numbers = shape.B * shape.K * shape.H * (-(-shape.S // 2) + shape.G)
@@ -573,6 +581,13 @@ CASES = (
     ),
     MethodCase("kvzip", "kvzip:budget=5,sinks=1,plus=true,level=head", "", selection_bytes(5), variant="plus"),
     sized_case("lagkv", "lagkv:budget={},lag=2,sinks=1", 6, 100, selection_bytes(6)),
+    MethodCase(
+        "lagkv",
+        "lagkv:budget=40%,lag=3,sinks=1,while_decoding=true",
+        "lagkv:budget=40%,lag=12,sinks=1,while_decoding=true",
+        lag_bytes,
+        variant="while decoding",
+    ),
     sized_case("leverage_score", "leverage_score:budget={},sketch=4", 5, 100, selection_bytes(5)),
     sized_case("lococo", "lococo:budget={},recent=1", 6, 100, selection_bytes(6)),
     sized_case("locret", "locret:budget={},recent=2", 5, 100, selection_bytes(5)),
@@ -700,9 +715,16 @@ CASES = (
     sized_case("tova", "tova:budget={},keep_newest=true", 4, 100, constant_bytes(5), variant="keeps the newest"),
     MethodCase(
         "triattention",
-        "triattention:budget=5,recent=2,furthest=8",
-        "triattention:budget=100,recent=2",
+        "triattention:budget=5,recent=2,furthest=8,every=2",
+        "triattention:budget=100,recent=2,every=2",
+        recompress_bytes(5 + 2 + 1),
+    ),
+    MethodCase(
+        "triattention",
+        "triattention:budget=5,recent=2,furthest=8,every=0",
+        "triattention:budget=100,recent=2,every=0",
         selection_bytes(5),
+        variant="the prompt alone",
     ),
     MethodCase("turboquant", "turboquant", "", turboquant_bytes(4, 4)),
     MethodCase("turboquant", "turboquant:k_bits=3,v_bits=3", "", turboquant_bytes(3, 3), variant="3 bits"),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvjax.core.types import KVBlock
-from kvjax.methods.lagkv import LagKV, _spread
+from kvjax.methods.lagkv import CutPartitions, LagKV, _spread
 from tests.contract import layer
 
 
@@ -49,6 +49,29 @@ def select_tokens(scores: np.ndarray, budget: int, sinks: int) -> list[int]:
         return (1, i) if np.isnan(scores[i]) else (0, scores[i], -i)
 
     return sorted(sorted(range(len(scores)), key=rank_key, reverse=True)[:budget])
+
+
+def decode(q, k, v, n: int, ratio: float, lag: int, sinks: int) -> np.ndarray:
+    """Decodes q [G S H], k, v [S H], a prompt of n tokens -> outputs [G S-n H], as the class in the authors' code.
+
+    Tokens come into a list and attend to all of it; then, when two partitions follow what was compressed, those with a
+    full one behind them are cut to int(ratio * lag) tokens.
+    """
+    G, S, H = q.shape
+    out, cached, compressed = np.empty((G, S - n, H)), [], sinks
+    for t in range(n - 1, S):
+        cached += range(n) if t < n else [t]
+        if t >= n:
+            logits = q[:, t] @ k[cached].T / np.sqrt(H)
+            weights = np.exp(logits - logits.max(-1, keepdims=True))
+            out[:, t - n] = weights / weights.sum(-1, keepdims=True) @ v[cached]
+        while len(cached) >= compressed + 2 * lag:
+            this, following = (cached[compressed + i * lag :][:lag] for i in (0, 1))
+            score = spread_scores(k[this], k[following]) + spread_scores(v[this], v[following])
+            best = sorted(np.argsort(-score, kind="stable")[: int(ratio * lag)])
+            cached[compressed : compressed + lag] = [this[i] for i in best]
+            compressed += len(best)
+    return out
 
 
 def score_tokens(scorer: LagKV, block: KVBlock) -> np.ndarray:
@@ -92,3 +115,21 @@ def test_where_nothing_varies_the_later_stay():
     same = jnp.full((1, 1, 9, 4), 3.0)
     actual = score_tokens(LagKV(2, 1), KVBlock(same, same, jnp.arange(9)[None, None]))
     np.testing.assert_allclose(actual[0, 0, :7], [2, 0, 0.5, 0, 0.5, 0, 0.5])
+
+
+def test_a_partition_is_cut_when_the_next_one_is_full_while_decoding_too():
+    def oracle(q, k, v, n):
+        return np.stack([decode(*head, n, 0.4, 3, 1) for head in zip(q, k, v, strict=True)])
+
+    layer.assert_decodes_as("lagkv:budget=40%,lag=3,sinks=1,while_decoding=true", oracle)
+
+
+@pytest.mark.parametrize(("lag", "sinks", "ratio"), [(3, 1, 0.4), (2, 0, 0.5), (4, 2, 0.0)])
+def test_its_slots_are_as_many_as_are_ever_held_and_one_more(lag, sinks, ratio):
+    policy, most, compressed, cached = CutPartitions(ratio, lag, sinks), 0, sinks, 0
+    for tokens in range(1, 40):
+        if cached >= compressed + 2 * lag:
+            cached, compressed = cached - policy.num_evicted, compressed + lag - policy.num_evicted
+        cached += 1
+        most = max(most, cached)
+        assert policy.num_slots_of_text(tokens) == most + 1

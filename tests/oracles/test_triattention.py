@@ -55,10 +55,10 @@ def select_tokens(q, q_pos, k, tokens, frequencies, furthest, budget, recent) ->
     return sorted([tokens[i] for i in best] + tokens[len(tokens) - recent :])
 
 
-def decode(q, k, v, n: int, frequencies, furthest, budget, recent) -> np.ndarray:
-    """Decodes q [G S H], k, v [S H], a prompt of n tokens -> outputs [G S-n H]; evicts to the budget before each token.
+def decode(q, k, v, n: int, frequencies, furthest, budget, recent, every) -> np.ndarray:
+    """Decodes q [G S H], k, v [S H], a prompt of n tokens -> outputs [G S-n H]; evicts when `every` are too many.
 
-    Before a token its own query gives the statistics.
+    The last `every` queries give the statistics, that of the token that comes in among them.
     """
     G, S, H = q.shape
     out = np.empty((G, S - n, H))
@@ -66,8 +66,9 @@ def decode(q, k, v, n: int, frequencies, furthest, budget, recent) -> np.ndarray
     if n > budget:
         cached = select_tokens(q[:, :n], np.arange(n), k, cached, frequencies, furthest, budget, recent)
     for t in range(n, S):
-        if len(cached) > budget:
-            cached = select_tokens(q[:, t : t + 1], np.array([t]), k, cached, frequencies, furthest, budget, recent)
+        if len(cached) >= budget + every:
+            latest = np.arange(max(t + 1 - every, 0), t + 1)
+            cached = select_tokens(q[:, latest], latest, k, cached, frequencies, furthest, budget, recent)
         cached = [*cached, t]
         logits = q[:, t] @ k[cached].T / np.sqrt(H)
         weights = np.exp(logits - logits.max(-1, keepdims=True))
@@ -135,7 +136,7 @@ def test_what_left_the_sliding_window_scores_below_all_others():
 
 def test_each_head_keeps_the_tokens_that_suit_the_prompts_mean_query():
     batch = layer.random_batch(1)
-    positions = layer.prefill(layer.bind("triattention:budget=5,recent=2,furthest=8"), batch).pos
+    positions = layer.prefill(layer.bind("triattention:budget=5,recent=2,furthest=8,every=0"), batch).pos
     for b, n in enumerate(batch.lengths.tolist()):
         for head in range(layer.K):
             q, k = (np.asarray(x[b, head, ..., :n, :], np.float64) for x in (batch.q, batch.k))
@@ -145,11 +146,11 @@ def test_each_head_keeps_the_tokens_that_suit_the_prompts_mean_query():
             assert sorted(p for p in positions[b, head].tolist() if p >= 0) == expected
 
 
-def test_with_recompress_it_chooses_again_by_the_latest_queries():
+def test_it_returns_to_its_budget_by_the_latest_queries():
     batch = layer.random_batch(4)
-    out = layer.decode("triattention:budget=5,recent=1,furthest=8 + recompress:every=1", batch)
+    out = layer.decode("triattention:budget=5,recent=1,furthest=8,every=2", batch)
     for b, n in enumerate(batch.lengths.tolist()):
         for head in range(layer.K):
             q, k, v = batch.exact(b, head)
-            expected = decode(q, k, v, n, FREQUENCIES, 8, 5, 1)
+            expected = decode(q, k, v, n, FREQUENCIES, 8, 5, 1, 2)
             np.testing.assert_allclose(out[b, head], expected, atol=2e-5)
