@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from experiments.bench.measuring import output_file
-from kvjax.eval.page.summary import mean_error
+from kvjax.eval.page.intervals import score_interval
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "experiments" / "results" / "divisions.smollm2.json"
@@ -72,8 +72,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     ax = figure.subplots()
 
     def draw(methods: Sequence[str], **style) -> None:
-        means, errors = zip(*(mean_error(scores[m]) for m in methods), strict=True)
-        ax.errorbar([100 * fractions[m][0] for m in methods], means, errors, capsize=2, **style)
+        means = np.array([scores[m].mean() for m in methods])
+        ends = 100 * np.array([score_interval(scores[m] / 100) for m in methods])
+        reaches = np.abs(ends.T - means)  # rounding may leave a mean outside its interval
+        ax.errorbar([100 * fractions[m][0] for m in methods], means, reaches, capsize=2, elinewidth=0.8, **style)
 
     exact = scores["full"]
     ax.axhline(exact.mean(), color="0.6", linewidth=0.8, zorder=0)
@@ -95,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     ax.set_xticks([], minor=True)
     ax.set_xlabel("bytes of the cache on the device, of the exact cache's, both in bfloat16 (logarithmic)")
     ax.set_ylabel("later questions answered right, %")
-    title = f"SmolLM2-135M, 1,024 tokens of essays; bars are standard errors over {len(exact)} contexts"
+    title = f"SmolLM2-135M, 1,024 tokens of essays; bars are 95% intervals over {len(exact)} contexts"
     ax.set_title(title, fontsize=9)
     ax.spines[["top", "right"]].set_visible(False)
     ax.grid(alpha=0.25)

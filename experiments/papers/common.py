@@ -15,6 +15,7 @@ from experiments.bench.measuring import log_progress, make_parser, output_folder
 from experiments.papers import questions
 from kvjax import Context, KvjaxError, Method, Model
 from kvjax.cli import use_compilation_cache
+from kvjax.eval.page.intervals import score_interval
 from kvjax.eval.tasks import data_files
 from kvjax.eval.tasks.suite import split_words
 from kvjax.eval.tasks.symbols import knows_symbols
@@ -201,6 +202,13 @@ def accuracy(right: Sequence[bool]) -> dict[str, float]:
     return {"accuracy": p, "error": (p * (1 - p) / len(right)) ** 0.5, "questions": len(right)}
 
 
+def format_accuracy(task: Mapping[str, Any]) -> str:
+    """Formats a result of `accuracy` with Wilson's 95% interval: a standard error is 0 at 0% and at 100%."""
+    num_right = round(task["accuracy"] * task["questions"])
+    low, high = score_interval(np.repeat([1.0, 0.0], [num_right, task["questions"] - num_right]))
+    return f"{task['accuracy']:.1%} ({100 * low:.0f}–{100 * high:.0f})"
+
+
 def mean_accuracy(record: Mapping[str, Any]) -> float:
     """Mean accuracy over the tasks of a record of `measure`, in percent; without tasks, the agreement with `full`."""
     right = [t["accuracy"] for t in record["tasks"].values()] or [record["agreement"]]
@@ -224,7 +232,7 @@ def record_columns(args: argparse.Namespace, model: Model) -> tuple[str, ...]:
 
 def format_record(record: Mapping[str, Any]) -> list[str]:
     """Formats a record of `measure` as cells of a table."""
-    right = [f"{t['accuracy']:.1%} ±{t['error']:.1%}" for t in record["tasks"].values()]
+    right = [format_accuracy(task) for task in record["tasks"].values()]
     return [*right, f"{record['bits']:.3f} ±{record['bits_error']:.3f}", f"{record['agreement']:.1%}"]
 
 
@@ -234,7 +242,9 @@ def describe_protocol(args: argparse.Namespace, model: Model, records: Sequence[
     where = "in the exact prompt" if args.ask == "prompt" else "asked of the compressed cache"
     counts = [f"{t}: {r['questions']} questions" for t, r in records[0]["tasks"].items()]
     text = f"text: {records[0]['tokens']:,} {kind} decoded after {args.length:,}; = full: likeliest token as in `full`"
-    return "; ".join([*counts, *[f"questions {where}"] * bool(counts), text]) + "; ± standard errors."
+    return (
+        "; ".join([*counts, *[f"questions {where}"] * bool(counts), text]) + "; (..): 95% intervals; ± standard errors."
+    )
 
 
 def save_figure(path: Path, draw: Callable[[Any], None], columns: int = 1) -> None:

@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = []
     for task, theirs in full["tasks"].items():
         pair = (theirs, ours["tasks"][task])
-        scores = [f"{t['accuracy']:.1%} ±{t['error']:.1%}" for t in pair]
+        scores = [common.format_accuracy(t) for t in pair]
         rows.append((task, *scores, f"{100 * (pair[1]['accuracy'] - pair[0]['accuracy']):+.1f}"))
     bits = [f"{r['bits']:.3f} ±{r['bits_error']:.3f}" for r in records]
     rows.append((common.record_columns(args, model)[-2] + " of text", *bits, f"{ours['bits'] - full['bits']:+.3f}"))

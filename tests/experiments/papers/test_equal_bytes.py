@@ -10,6 +10,7 @@ import pytest
 import kvjax
 from docs.generate import equal_bytes as equal_bytes_page
 from experiments import equal_bytes, equal_bytes_table, quality_against_bytes
+from kvjax.eval.page.intervals import score_interval
 
 SMALL = """
 [[family]]
@@ -83,6 +84,30 @@ def test_all_settings_are_of_methods_that_there_are(settings):
 def test_the_table_of_results_is_that_of_the_records():
     points = equal_bytes_table.read_points(json.loads(equal_bytes_table.RESULTS.read_text()))
     assert equal_bytes_table.table(points) in (equal_bytes_table.ROOT / "docs" / "results.md").read_text()
+
+
+README_METHODS = (
+    *(
+        "full",
+        "kvzip:budget=238",
+        "turned_queries:budget=238",
+        "kvzip:budget=200 + int4",
+        "kvzip:budget=253,level=head",
+    ),
+    *("snapkv:budget=253", "keydiff:budget=253", "keydiff:budget=238 + adakv:alpha=0,scope=model", "int4"),
+    *("kivi:residual=32,bits=4", "kivi:residual=32,bits=2", "turboquant:ends=0,k_bits=3,v_bits=3"),
+    *("quest:budget=256,device_layers=0 + offload", "specache:residual=32,bits=1"),
+)
+
+
+def test_percentages_of_the_readme_have_intervals_of_the_records():
+    text = (equal_bytes_table.ROOT / "README.md").read_text(encoding="utf-8")
+    text = text[text.index("## What it shows") : text.index("## Which method")]
+    scores = quality_against_bytes.read_scores()
+    for method in README_METHODS:
+        low, high = (100 * end for end in score_interval(scores[method] / 100))
+        assert f"{scores[method].mean():.0f}% ({low:.0f}–{high:.0f})" in text, method
+    assert "±" not in text  # a standard error is 0 at 0% and at 100%
 
 
 def test_the_picture_of_the_readme_names_every_line_and_point(tmp_path):
