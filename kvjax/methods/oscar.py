@@ -63,18 +63,36 @@ def make_rotation(covariance: np.ndarray) -> np.ndarray:
     return spread[:, size - 1 - np.array(reversed_bits)]
 
 
+Levels = Literal["uniform", "lloyd_max"]
+"""Of the two bits of a group: even steps from the smallest to the largest number, or thresholds for normal numbers."""
+
+
 @dataclasses.dataclass(frozen=True)
 class ClippedGroups(kv.Kivi):
     """Clips each vector to the size of its channel of rank `clip` H before it is quantized; 0 clips nothing."""
 
     clip: Annotated[float, kv.Within("[0, 1]")] = 0.0
+    levels: Levels = "uniform"
 
     def quantize(self, x: kv.Array) -> tuple[kv.Array, kv.Array, kv.Array]:
         if self.clip:
             H = x.shape[3]
             largest = jnp.sort(jnp.abs(x), -1)[..., min(int(self.clip * H), H - 1), None]
             x = jnp.clip(x, -largest, largest)
-        return super().quantize(x)
+        if self.levels == "uniform":
+            return super().quantize(x)
+        x = kv.refuse_gradient(x, "codes of Lloyd-Max levels")
+        groups = x.astype(jnp.float32).reshape(*x.shape[:3], x.shape[3] // self.group, self.group)
+        mean = groups.mean(-1, keepdims=True)
+        deviation = jnp.sqrt(jnp.square(groups - mean).mean(-1, keepdims=True) + 1e-8)
+        z = (groups - mean) / deviation
+        thresholds = jnp.asarray([-0.9810653, 0.0, 0.9810653], jnp.float32)
+        codes = jnp.searchsorted(thresholds, z, side="right", method="compare_all").astype(jnp.uint32)
+        # Lloyd and Max's levels are +-0.453 and +-1.510. The authors restore even steps, 1.16 times as wide as a third
+        # of what lies between the outer ones, so that kernels read both kinds of codes alike.
+        step = (2 * 1.5095586 / 3 * 1.16) * deviation
+        lo = mean - 1.5 * step
+        return codes.reshape(x.shape), step[..., 0].astype(x.dtype), lo[..., 0].astype(x.dtype)
 
 
 @kv.pytree
@@ -155,6 +173,7 @@ def oscar(
     sinks: kv.NonNegativeInt = 64,
     recent: int = 256,
     table: str = "shipped",
+    levels: Levels = "uniform",
 ) -> kv.Method:
     """Quantizes each token to two bits after rotations calibrated on a text; first and recent tokens stay exact.
 
@@ -163,12 +182,12 @@ def oscar(
     Formula:
       y = x R, R = E H / sqrt(d) P: E the eigenvectors of sum q q' (keys) or of sum w_t v_t v_t' with w_t = k_t C k_t
       (values), P the bit-reversed order of eigenvalues; y is clipped to the |y_c| of rank c d; over a group x' =
-      round((y - min) / s) s + min, s = (max - min) / (2^bits - 1)
+      round((y - min) / s) s + min, s = (max - min) / (2^bits - 1); with lloyd_max, of mean m and deviation d,
+      x' = m + (c - 3/2) 1.167 d, c the number of thresholds m - 0.981 d, m, m + 0.981 d that y reaches
 
     Differs:
       From the authors' code (FutureMLS-Lab/OSCAR, MIT; SGLang): a value's weight is by the queries of its own text
-      instead of all texts; ties of codes go to the even one; scales are of the model's dtype. Their variant with
-      Lloyd-Max levels is not here.
+      instead of all texts; ties of codes go to the even one; scales are of the model's dtype.
 
     Args:
       bits: 2 (the authors'), 1, 4 or 8.
@@ -178,6 +197,7 @@ def oscar(
       sinks: first tokens that stay exact (the authors: 64).
       recent: recent tokens that stay exact, a multiple of `group` (the authors: 256).
       table: the file of `kvjax calibrate rotations`; "shipped" for the tables that ship with kvjax.
+      levels: "uniform", or "lloyd_max" (the authors' SGLANG_LLOYD_MAX=1), for 2 bits.
 
     Reference:
       OSCAR, Zhou et al. 2026, arXiv 2605.17757
@@ -186,10 +206,14 @@ def oscar(
         raise kv.KvjaxError(
             f"recent={recent} of oscar is no multiple of group={group}; give one, such as {2 * max(group, 1)}"
         )
+    if levels == "lloyd_max" and bits != 2:
+        raise kv.KvjaxError(f"levels=lloyd_max of oscar are four, got bits={bits}; use bits=2 or levels=uniform")
     rotations = Rotations.table_file(table)
 
     def codec(of: Literal["keys", "values"], clip: float) -> kv.Codec:
-        rotated = CalibratedRotation(ClippedGroups(bits, group, "token", recent, clip=clip), rotations, of)
+        rotated = CalibratedRotation(
+            ClippedGroups(bits, group, "token", recent, clip=clip, levels=levels), rotations, of
+        )
         return kv.ExactPrefix(rotated, sinks)
 
     return kv.Method(k=codec("keys", k_clip), v=codec("values", v_clip))

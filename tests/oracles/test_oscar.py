@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvjax
 from kvjax.cache.calibration import table_file
+from kvjax.cache.codecs import bit_packing
 from kvjax.calibrate import calibrate
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import KVBlock
 from kvjax.engine.plan import specs
 from kvjax.errors import KvjaxError
-from kvjax.methods.oscar import Rotations, make_rotation
+from kvjax.methods.oscar import ClippedGroups, Rotations, make_rotation
 from tests import fixtures
 from tests.contract import layer
 from tests.oracles.codec_attention import attend_decoded
@@ -44,6 +46,15 @@ def test_rotations_are_those_of_the_authors(name):
     np.testing.assert_allclose(rotation @ rotation.T, np.eye(H), atol=1e-5)
 
 
+@pytest.mark.parametrize("levels", ["uniform", "lloyd_max"])
+def test_codes_are_those_of_the_authors(levels):
+    """But for numbers halfway between two even steps, which are rounded up there and to the even one here."""
+    codec, x = ClippedGroups(2, 64, "token", 64, clip=0.96, levels=levels), AUTHORS["rotated"]
+    restore = jax.jit(lambda x: codec.restore_groups(*codec.quantize(x), bit_packing.dequantize))
+    found, size = np.asarray(restore(jnp.asarray(x)[None, None]))[0, 0], np.abs(x).max(1, keepdims=True)
+    assert (np.abs(found - AUTHORS[f"restored_{levels}"]) / size < 1e-5).mean() > 0.99
+
+
 def test_the_order_of_channels_by_hand():
     """Of variances 1, 2, 3, 4 along the axes, Hadamard's columns stand as those of the 4th, 2nd, 3rd and 1st."""
     columns = make_rotation(np.diag([1.0, 2.0, 3.0, 4.0])) * 2
@@ -51,18 +62,24 @@ def test_the_order_of_channels_by_hand():
     np.testing.assert_allclose(np.abs(hadamard.T @ columns), 4 * np.eye(4)[:, [3, 1, 2, 0]], atol=1e-5)
 
 
-def quantize_and_restore(y: np.ndarray, clip: float, group: int) -> np.ndarray:
+def quantize_and_restore(y: np.ndarray, clip: float, group: int, levels: str) -> np.ndarray:
     """Clips a rotated vector [H] by its channel of a rank, and rounds its groups to four levels."""
     if clip:
         limit = np.sort(np.abs(y))[min(int(clip * len(y)), len(y) - 1)]
         y = np.clip(y, -limit, limit)
     groups = y.reshape(-1, group)
+    if levels == "lloyd_max":
+        mean, deviation = groups.mean(1, keepdims=True), groups.std(1, keepdims=True)
+        codes = np.searchsorted([-0.98107, 0, 0.98107], (groups - mean) / deviation)
+        return (mean + (codes - 1.5) * 2 / 3 * 1.50956 * 1.16 * deviation).reshape(-1)
     low, step = groups.min(1, keepdims=True), np.ptp(groups, axis=1, keepdims=True) / 3
     return (np.round((groups - low) / step) * step + low).reshape(-1)
 
 
-def test_a_batch_is_its_oracle_and_padding_may_hold_infinity():
-    batch, method = layer.random_batch(), kvjax.parse("oscar:group=4,sinks=1,recent=4,k_clip=0.9,v_clip=0")
+@pytest.mark.parametrize("levels", ["uniform", "lloyd_max"])
+def test_a_batch_is_its_oracle_and_padding_may_hold_infinity(levels):
+    batch = layer.random_batch()
+    method = kvjax.parse(f"oscar:group=4,sinks=1,recent=4,k_clip=0.9,v_clip=0,levels={levels}")
     out = layer.decode(method, batch, state=layer.prefill(layer.bind(method), batch, padding=np.inf))
     tables = Rotations.table_file("shipped").layer_arrays(
         layer.spec(), keys=(1, layer.H, layer.H), values=(1, layer.H, layer.H)
@@ -75,7 +92,7 @@ def test_a_batch_is_its_oracle_and_padding_may_hold_infinity():
             stored = x.copy()
             # A token leaves the four recent ones at the start of a step, so the newest makes them five.
             for i in range(1, max(prompt - 4, len(x) - 5)):
-                stored[i] = quantize_and_restore(x[i] @ rotation, clip, 4) @ rotation.T
+                stored[i] = quantize_and_restore(x[i] @ rotation, clip, 4, levels) @ rotation.T
             return stored
 
         return restore

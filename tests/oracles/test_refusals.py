@@ -221,6 +221,7 @@ REFUSED = {
     "oscar": "group 128 does not divide the head size 32; the nearest that does is 32",
     "oscar:group=8,recent=20": "recent=20 of oscar is no multiple of group=8; give one, such as 16",
     "oscar:k_clip=1.5": r"clip must lie in \[0, 1\], got 1.5",
+    "oscar:bits=4,levels=lloyd_max": "levels=lloyd_max of oscar are four, got bits=4; use bits=2 or levels=uniform",
     "oscar:table=no/such": "no table of rotations can be read",
     "oscar:group=8 + h2o": "component `decode`",
     "pyramidkv:budget=8,window=8": "needs more than these, got budget=8; use at least 9",
