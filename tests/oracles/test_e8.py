@@ -1,4 +1,4 @@
-"""E8 against the package kakeyalattice, and against the nearest of all lattice points around a block."""
+"""E8 and D4 against the package kakeyalattice, and against the nearest of all lattice points around a block."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 import kvjax
 from kvjax.errors import KvjaxError
-from kvjax.methods.e8 import E8Lattice, nearest_point
+from kvjax.methods.e8 import D4Lattice, E8Lattice, nearest_point
 from tests import fixtures
 from tests.contract import layer
 from tests.oracles.codec_attention import attend_decoded
@@ -43,8 +43,15 @@ def test_points_are_those_of_the_package_and_the_nearest():
         np.testing.assert_array_equal(point, nearest_by_trial(block.astype(np.float64))[0])
 
 
-def round_trip(bits: int, x: np.ndarray) -> np.ndarray:
-    quantizer = E8Lattice(bits)
+def nearest_d4_by_trial(y: np.ndarray) -> tuple[np.ndarray, float]:
+    """The nearest whole numbers with an even sum that are next to those of y [4], and their squared distance."""
+    points = np.floor(y) + CORNERS[::16, :4]
+    distances = np.where(points.sum(1) % 2 == 0, np.square(y - points).sum(1), np.inf)
+    return points[distances.argmin()], distances.min()
+
+
+def round_trip(bits: int, x: np.ndarray, lattice: type = E8Lattice) -> np.ndarray:
+    quantizer = lattice(bits)
     return np.asarray(jax.jit(lambda x: quantizer.decode(quantizer.encode(x)))(jnp.asarray(x, jnp.float32)))
 
 
@@ -79,25 +86,62 @@ def test_codes_restore_the_nearest_points(bits):
         np.testing.assert_allclose(np.square(block - point).sum(), nearest_by_trial(block)[1], atol=1e-3)
 
 
+@pytest.mark.parametrize(("bits", "top"), [(3, 4), (4, 9)])
+def test_vectors_in_d4_are_those_of_the_package(bits, top):
+    """But for blocks of which two points are nearest."""
+    vectors, rotation = PACKAGE["vectors"], sylvester(32)
+    size = np.abs(vectors @ rotation).max(1, keepdims=True)
+    found = round_trip(bits, vectors @ rotation, D4Lattice) / size * top
+    theirs = PACKAGE[f"d4_restored_{bits}"] @ rotation / size * top
+    assert (np.abs(found - theirs) < 0.02).mean() > 0.98
+
+
+@pytest.mark.parametrize(("bits", "top"), [(2, 1), (3, 4), (4, 9), (8, 151)])
+def test_codes_restore_the_nearest_points_of_d4(bits, top):
+    """Ties, zeros and the corners of the range are among them."""
+    rng = np.random.default_rng(0)
+    x = np.concatenate([rng.standard_normal((60, 32)), rng.integers(-3, 4, (60, 32)), np.zeros((1, 32))])
+    x = np.concatenate([x, np.full((1, 32), -2.5), 1e4 * np.eye(32), rng.choice([-1.0, 1.0], (9, 32))])
+    scale = np.float16(np.maximum(np.abs(x).max(1, keepdims=True) / top, 1e-6))
+    y = np.clip(x / scale.astype(np.float64), -top, top)
+    found = round_trip(bits, x, D4Lattice) / scale
+    blocks, points = y.reshape(-1, 4), found.reshape(-1, 4)
+    np.testing.assert_allclose(points, np.round(points), atol=2e-4)
+    assert (np.round(points).sum(1) % 2 == 0).all() and np.abs(points).max() <= top * 1.001
+    for block, point in zip(blocks[::7], points[::7], strict=True):
+        np.testing.assert_allclose(np.square(block - point).sum(), nearest_d4_by_trial(block)[1], atol=1e-3)
+
+
+def test_d4_loses_less_than_e8_in_three_and_four_bits():
+    x = np.random.default_rng(0).standard_normal((500, 128))
+    losses = [[np.square(round_trip(bits, x, q) - x).mean() for q in (D4Lattice, E8Lattice)] for bits in (3, 4)]
+    np.testing.assert_allclose([d4 / e8 for d4, e8 in losses], [0.85, 0.91], atol=0.01)
+
+
 def test_heads_that_are_no_whole_blocks_are_refused():
+    with pytest.raises(KvjaxError, match="blocks of 4 channels, and heads have 6; use `int4`"):
+        D4Lattice(8).check(6)
     with pytest.raises(KvjaxError, match="blocks of 8 channels, and heads have 12; use `int4`"):
         E8Lattice(8).check(12)
 
 
-def test_a_batch_is_its_oracle_and_padding_may_hold_infinity():
-    batch, method = layer.random_batch(), kvjax.methods.e8(4, 3, sinks=1)
+@pytest.mark.parametrize(
+    ("lattice", "width", "nearest", "tops"),
+    [("e8", 8, nearest_by_trial, (7, 3)), ("d4", 4, nearest_d4_by_trial, (9, 4))],
+)
+def test_a_batch_is_its_oracle_and_padding_may_hold_infinity(lattice, width, nearest, tops):
+    batch, method = layer.random_batch(), kvjax.methods.e8(4, 3, sinks=1, lattice=lattice)
     out = layer.decode(method, batch, state=layer.prefill(layer.bind(method), batch, padding=np.inf))
 
-    def reconstruct(bits: int):
+    def reconstruct(top: int):
         def restore(x: np.ndarray, prompt: int) -> np.ndarray:
             rotated = x @ sylvester(layer.H)
-            top = 2 ** (bits - 1) - 1
             scale = np.float64(np.float16(np.abs(rotated).max(1, keepdims=True) / top))
-            blocks = np.clip(rotated / scale, -top, top).reshape(-1, 8)
-            points = np.stack([nearest_by_trial(block)[0] for block in blocks]).reshape(x.shape)
+            blocks = np.clip(rotated / scale, -top, top).reshape(-1, width)
+            points = np.stack([nearest(block)[0] for block in blocks]).reshape(x.shape)
             return np.concatenate([x[:1], (points * scale @ sylvester(layer.H))[1:]])
 
         return restore
 
-    expected = attend_decoded(batch, reconstruct(4), reconstruct(3))
+    expected = attend_decoded(batch, reconstruct(tops[0]), reconstruct(tops[1]))
     np.testing.assert_allclose(out, expected, atol=1e-4)

@@ -86,6 +86,7 @@ REFUSED = {
     "duo_attention:sparsity=1.5": r"sparsity must lie in \[0, 1\], got 1.5",
     "duo_attention:table=nowhere": "no table of heads can be read from",
     "e8:k_bits=1": "k_bits must be one of 2, 3, 4, 8, got 1",
+    "e8:lattice=a2": "lattice must be one of 'e8', 'd4', got 'a2'",
     "e8:sinks=-1": "sinks must be 0 or more, got -1",
     "elastic_cache:budget=25": "more than distance=25, got 25 tokens; use budget=26 or more",
     "elastic_cache:distance=0": "distance must be at least 1, got 0",
