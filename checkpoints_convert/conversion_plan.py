@@ -26,7 +26,7 @@ from checkpoints_convert.source import FLOATS, Source, Tensor
 from kvjax.errors import KvjaxError, escape_unprintable
 from kvjax.models import Config
 from kvjax.models.checkpoint import parameter_shapes, part_names
-from kvjax.models.quantized_params import CHOICE_BIAS
+from kvjax.models.quantized_params import IN_FLOAT32
 
 HEAD, EMBEDDING = "head/kernel", "embedding"
 """With tied embeddings the tensor of the first may be absent, or repeat that of the second."""
@@ -144,8 +144,12 @@ def bind(table: Table, config: Config) -> tuple[Binding, ...]:
 def _read_sizes(config: Config, layer: int) -> dict[str, int]:
     """Returns the sizes of the axes of one layer's parameters, by the letters of `families`."""
     attention, mlp = config.kind(layer).attention, config.kind(layer).mlp
-    sizes = {"V": config.vocab_size, "D": config.width, "F": mlp.width, "two": 2}
+    sizes = {"V": config.vocab_size, "D": config.width, "F": mlp.width, "one": 1, "two": 2}
     sizes |= {"K": attention.kv_heads, "G": attention.groups, "H": attention.head_dim, "W": attention.value_dim}
+    if attention.recurrence is not None:
+        keys, values = attention.head_dim, attention.groups * attention.value_dim
+        sizes |= {"C": attention.kv_heads * (2 * keys + values), "X": 2 * keys + 2 * values}
+        sizes["N"] = attention.recurrence.kernel_tokens
     if mlp.experts is not None:
         sizes |= {"E": mlp.experts.count, "S": mlp.experts.shared_width}
     if (latent := attention.latent) is not None:
@@ -190,7 +194,8 @@ def plan_conversion(source: Source) -> ConversionPlan:
     for b in bindings:
         parts[b.targets[0].path.split("/")[0]].append(b)
     # float32 for a mixture of types, and for float64, which JAX does not have unless it is turned on.
-    cast = (b for b in bindings if not b.targets[0].path.endswith(f"/{CHOICE_BIAS}"))  # whose dtype is its own
+    # Some have a dtype of their own, and a recurrence's norm may be stored as they are.
+    cast = (b for b in bindings if not b.targets[0].path.endswith((*IN_FLOAT32, "attention/norm/scale")))
     stored = {FLOATS[source.tensors[name].dtype] for b in cast for name in b.sources}
     dtype = np.dtype(stored.pop() if len(stored) == 1 and "float64" not in stored else "float32")
     return ConversionPlan(config, {name: tuple(bs) for name, bs in parts.items()}, dtype, tied_head, len(left_out))

@@ -13,6 +13,7 @@ import numpy as np
 from checkpoints_convert.conversion_plan import plan_conversion
 from checkpoints_convert.convert import open_source
 from checkpoints_convert.source import FLOATS
+from kvjax.cache.recurrent_layer import RecurrentLayer
 from kvjax.core.rope import Rope
 from kvjax.errors import KvjaxError, escape_unprintable
 from kvjax.models import Config, checkpoint
@@ -85,13 +86,20 @@ def _describe_config(config: Config) -> Lines:
         if field.name not in ("kinds", "pattern"):
             value = getattr(config, field.name)
             lines[field.name] = ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-    return lines | {"KV per token": f"{per_token:,} bytes in bfloat16"}
+    lines["KV per token"] = f"{per_token:,} bytes in bfloat16"
+    if len(config.attention_layers) < config.layers:
+        kinds = (config.kind(i).attention for i in range(config.layers))
+        size = sum(RecurrentLayer.of(a).count_bytes(a.kv_heads, 2) for a in kinds if a.recurrence is not None)
+        lines["recurrent state"] = f"{size:,} bytes a sequence of any length, in bfloat16"
+    return lines
 
 
 def _describe_kind(kind: LayerKind, number: int) -> str:
     """Describes `number` layers of a kind: "3 layers, 4 heads on 2 of 16, 4 experts of which 2"."""
     a, mlp = kind.attention, kind.mlp
     words = [count(number, "layer"), f"{a.heads} heads on {a.kv_heads} of {a.head_dim}", _describe_mlp(mlp)]
+    if a.recurrence is not None:
+        words.append(f"a gated delta rule after a convolution over {a.recurrence.kernel_tokens} tokens")
     if a.latent is not None:
         words.append(f"latent attention of rank {a.latent.rank}")
     elif a.value_dim != a.head_dim:
@@ -102,7 +110,8 @@ def _describe_kind(kind: LayerKind, number: int) -> str:
         (a.reads_layer is not None, f"keys and values of layer {a.reads_layer}"),
         (a.rule.window is not None, f"a window of {a.rule.window or 0:,} tokens"),
         (a.rule.soft_cap is not None, f"a soft cap of {a.rule.soft_cap or 0:g}"),
-        (True, _describe_rope(a.rope)),
+        (a.recurrence is None, _describe_rope(a.rope)),
+        (a.output_gate, "a gate of the output"),
         (a.scale is not None, f"dot products times {a.scale or 0:.4g}"),
         (
             a.query_temperature is not None,
@@ -124,6 +133,7 @@ def _describe_mlp(mlp: MlpKind) -> str:
         return f"an MLP {width}"
     groups = f" from {experts.top_groups} of {experts.groups} groups" if experts.groups > 1 else ""
     shared = f" and a shared one {experts.shared_width:,} wide" if experts.shared_width else ""
+    shared += " with a gate" if experts.shared_gate else ""
     groups += ", chosen by sigmoids and a bias" if experts.scoring == "sigmoid" else ""
     return f"{experts.count} experts of which {experts.top_k}{groups}, each {width}{shared}"
 

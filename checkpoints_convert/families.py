@@ -6,7 +6,8 @@ which `hf_config` reads), and one or more tables of tensors.
 Axes have the letters of `kvjax.core.types`, in the notation of einops: a source weight "(K G H) D" holds the query
 heads of all KV heads in its rows. Further letters: E experts, S the shared MLP's width, W the width of a value head
 before the output projection; of latent attention R its rank, Q that of queries, P and U the channels of a query head
-with and without position, X = P + U, Y = P + R, Z = U + W. `{i}` is the layer's number, `{e}` an expert's.
+with and without position, X = P + U, Y = P + R, Z = U + W; of a recurrence N the tokens of its convolution, C the
+channels of it, X = 2 H + 2 G W. `{i}` is the layer's number, `{e}` an expert's.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 from kvjax.core.rope import yarn_length_factor
-from kvjax.models.kinds import AttentionKind, Experts, Latent, LayerKind, MlpKind, QueryTemperature
+from kvjax.models.kinds import AttentionKind, Experts, GatedDelta, Latent, LayerKind, MlpKind, QueryTemperature
+from kvjax.models.quantized_params import DECAY_BIAS, LOG_RATE
 
 Values = Mapping[str, Any]
 """A config.json with the defaults of its family."""
@@ -184,6 +186,78 @@ SHARED_EXPERTS = tuple(
         ("down_proj.bias", "down/bias", "D -> D"),
     )
 )
+SHARED_EXPERT = (
+    _rule(f"{LAYER}.mlp.shared_expert.gate_proj.weight", f"{OURS}/mlp/shared/gate/kernel", "S D -> D S"),
+    _rule(f"{LAYER}.mlp.shared_expert.up_proj.weight", f"{OURS}/mlp/shared/up/kernel", "S D -> D S"),
+    _rule(f"{LAYER}.mlp.shared_expert.down_proj.weight", f"{OURS}/mlp/shared/down/kernel", "D S -> S D"),
+    _rule(f"{LAYER}.mlp.shared_expert_gate.weight", f"{OURS}/mlp/shared_gate/kernel", "one D -> D one"),
+)
+GATED_ATTENTION = (
+    # Each head's rows are those of its queries and then those of the gate of its output.
+    TensorRule(
+        f"{LAYER}.self_attn.q_proj.weight",
+        tuple(TargetParameter(f"{OURS}/attention/{name}/kernel", "K G H D -> D K G H") for name in ("q", "gate")),
+        unpack="(K G two H) D -> (two K) G H D",
+    ),
+    TensorRule(
+        f"{LAYER}.self_attn.q_proj.bias",
+        tuple(TargetParameter(f"{OURS}/attention/{name}/bias", "K G H -> K G H") for name in ("q", "gate")),
+        unpack="(K G two H) -> (two K) G H",
+    ),
+    *(rule for rule in ATTENTION if ".q_proj." not in rule.source),
+)
+"""Attention with a gate of its output (Qwen3-Next)."""
+RECURRENCE = (
+    TensorRule(
+        f"{LAYER}.linear_attn.conv1d.weight",
+        (
+            TargetParameter(f"{OURS}/recurrence/q_convolution", "(K H) N -> K H N"),
+            TargetParameter(f"{OURS}/recurrence/k_convolution", "(K H) N -> K H N"),
+            TargetParameter(f"{OURS}/recurrence/v_convolution", "(K G W) N -> K G W N"),
+        ),
+        unpack="C one N -> C (one N)",
+    ),
+    _rule(f"{LAYER}.linear_attn.A_log", f"{OURS}/recurrence/{LOG_RATE}", "(K G) -> K G"),
+    _rule(f"{LAYER}.linear_attn.dt_bias", f"{OURS}/recurrence/{DECAY_BIAS}", "(K G) -> K G"),
+    _rule(f"{LAYER}.linear_attn.norm.weight", f"{OURS}/recurrence/norm/scale", "W -> W"),
+    _rule(f"{LAYER}.linear_attn.out_proj.weight", f"{OURS}/recurrence/o/kernel", "D (K G W) -> K G W D"),
+)
+"""A gated delta rule, without the projections of its input, in which the two families differ."""
+RECURRENCE_BY_HEAD = (
+    # Qwen3-Next: the rows of a key head after those of the other.
+    TensorRule(
+        f"{LAYER}.linear_attn.in_proj_qkvz.weight",
+        (
+            TargetParameter(f"{OURS}/recurrence/q/kernel", "H K D -> D K H"),
+            TargetParameter(f"{OURS}/recurrence/k/kernel", "H K D -> D K H"),
+            TargetParameter(f"{OURS}/recurrence/v/kernel", "(G W) K D -> D K G W"),
+            TargetParameter(f"{OURS}/recurrence/gate/kernel", "(G W) K D -> D K G W"),
+        ),
+        unpack="(K X) D -> X K D",
+    ),
+    TensorRule(
+        f"{LAYER}.linear_attn.in_proj_ba.weight",
+        tuple(TargetParameter(f"{OURS}/recurrence/{name}/kernel", "G K D -> D K G") for name in ("write", "decay")),
+        unpack="(K two G) D -> (two G) K D",
+    ),
+    *RECURRENCE,
+)
+RECURRENCE_BY_PART = (
+    # Qwen3.5: the rows of all heads' queries, then those of all keys.
+    TensorRule(
+        f"{LAYER}.linear_attn.in_proj_qkv.weight",
+        (
+            TargetParameter(f"{OURS}/recurrence/q/kernel", "(K H) D -> D K H"),
+            TargetParameter(f"{OURS}/recurrence/k/kernel", "(K H) D -> D K H"),
+            TargetParameter(f"{OURS}/recurrence/v/kernel", "(K G W) D -> D K G W"),
+        ),
+        unpack="C D -> C D",
+    ),
+    _rule(f"{LAYER}.linear_attn.in_proj_z.weight", f"{OURS}/recurrence/gate/kernel", "(K G W) D -> D K G W"),
+    _rule(f"{LAYER}.linear_attn.in_proj_b.weight", f"{OURS}/recurrence/write/kernel", "(K G) D -> D K G"),
+    _rule(f"{LAYER}.linear_attn.in_proj_a.weight", f"{OURS}/recurrence/decay/kernel", "(K G) D -> D K G"),
+    *RECURRENCE,
+)
 GPT_OSS_EXPERTS = (
     _rule(f"{LAYER}.mlp.router.weight", ROUTER, "E D -> D E"),
     _rule(f"{LAYER}.mlp.router.bias", f"{OURS}/mlp/router/bias", "E -> E"),
@@ -303,7 +377,9 @@ class Family:
       head_dim: the key of the width of a head.
       sliding: "never" | "every layer" | "by layer": which layers `sliding_window` is for.
       window_switch: whether `use_sliding_window` turns windows on.
-      layer_types: makes the types of layers, where sliding is "by layer" and config.json has none.
+      types: of layers that `layer_types` may name.
+      layer_types: makes the types of layers, where sliding is "by layer" or `types` are others, and config.json has
+        none.
       partial_rotary: whether `partial_rotary_factor` is obeyed.
       rope_by_type: where layers of each type have RoPE parameters of their own, the key of the base of layers with a
         window; else empty.
@@ -329,6 +405,7 @@ class Family:
     head_dim: str = "head_dim"
     sliding: str = "never"
     window_switch: bool = False
+    types: tuple[str, ...] = ("full_attention", "sliding_attention")
     layer_types: Callable[[Values], list[str]] | None = None
     partial_rotary: bool = False
     rope_by_type: str = ""
@@ -338,7 +415,7 @@ class Family:
     find_unsupported: Callable[[Values], Iterable[str]] = lambda values: ()
 
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 ROPE, ORIGINAL = "RoPE parameters", "original_max_position_embeddings"
 TEMPERATURE = "llama_4_scaling_beta"
 IN_GROUPS = "group_limited_greedy"
@@ -493,6 +570,36 @@ def refine_qwen3_moe(kind: LayerKind, values: Values, i: int) -> LayerKind:
     return replace(kind, mlp=replace(kind.mlp, width=values["moe_intermediate_size"], experts=experts))
 
 
+def qwen3_next_types(values: Values) -> list[str]:
+    """Qwen3-Next and Qwen3.5: every fourth layer attends, or every `full_attention_interval`-th."""
+    interval = values["full_attention_interval"]
+    return [LINEAR if (i + 1) % interval else FULL for i in range(values["num_hidden_layers"])]
+
+
+def refine_qwen3_5(kind: LayerKind, values: Values, i: int) -> LayerKind:
+    """Qwen3.5: a gated delta rule in place of attention in most layers."""
+    if (values.get("layer_types") or qwen3_next_types(values))[i] == FULL:
+        return kind
+    attention = AttentionKind(
+        values["linear_num_value_heads"],
+        values["linear_num_key_heads"],
+        values["linear_key_head_dim"],
+        None,
+        value_dim=values["linear_value_head_dim"],
+        recurrence=GatedDelta(values["linear_conv_kernel_dim"]),
+    )
+    return replace(kind, attention=attention)
+
+
+def refine_qwen3_next(kind: LayerKind, values: Values, i: int) -> LayerKind:
+    """Qwen3-Next, and Qwen3.5 with experts: also an expert of all tokens, with a gate."""
+    kind = refine_qwen3_5(refine_qwen3_moe(kind, values, i), values, i)
+    if kind.mlp.experts is None:
+        return kind
+    shared = {"shared_width": values["shared_expert_intermediate_size"], "shared_gate": True}
+    return replace(kind, mlp=replace(kind.mlp, experts=replace(kind.mlp.experts, **shared)))
+
+
 def refine_gpt_oss(kind: LayerKind, values: Values, i: int) -> LayerKind:
     """gpt-oss: sinks, and experts with biases and a clamped gate."""
     experts = Experts(values["num_local_experts"], values["num_experts_per_tok"], router_bias=True)
@@ -622,6 +729,16 @@ def _find_sigmoid_problems(values: Values) -> Iterator[str]:
         yield (
             "rope_interleave (false) is not supported; use a checkpoint whose rotated channels are in neighboring "
             "pairs, as published"
+        )
+
+
+def _find_recurrence_problems(values: Values) -> Iterator[str]:
+    if values["hidden_act"] not in ("silu", "swish"):
+        yield f"hidden_act {values['hidden_act']!r:.80} is not supported beside linear attention; supported: 'silu'"
+    heads, kv_heads = values["linear_num_value_heads"], values["linear_num_key_heads"]
+    if heads % kv_heads:
+        yield (
+            f"linear_num_value_heads {heads} is no multiple of linear_num_key_heads {kv_heads}; copy config.json again"
         )
 
 
@@ -1025,6 +1142,74 @@ FAMILIES["qwen3_vl_moe"] = Family(
             refine=lambda kind, values, i: refine_qwen3_moe(kind, {**values, "norm_topk_prob": True}, i),
         )
     },
+)
+
+QWEN3_NEXT = COMMON | {
+    **{"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 48},
+    **{"num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "max_position_embeddings": 32768},
+    **{"partial_rotary_factor": 0.25, "attention_bias": False, "full_attention_interval": 4},
+    **{"linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
+    **{"linear_num_key_heads": 16, "linear_num_value_heads": 32},
+    **{"decoder_sparse_step": 1, "mlp_only_layers": None, "norm_topk_prob": True, "moe_intermediate_size": 512},
+    **{"shared_expert_intermediate_size": 512, "num_experts_per_tok": 10, "num_experts": 512},
+}
+RECURRENCE_KEYS = dict.fromkeys(
+    ("full_attention_interval", "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"), COUNT
+) | dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), COUNT)
+FAMILIES["qwen3_next"] = Family(
+    "Qwen3NextForCausalLM",
+    QWEN3_NEXT,
+    tables=tuple(
+        (*OUTSIDE, *PRE_NORMS, *GATED_ATTENTION, *HEAD_NORMS, *RECURRENCE_BY_HEAD, *MLP, *experts, *SHARED_EXPERT)
+        for experts in (SPLIT_EXPERTS, JOINED_EXPERTS)
+    ),
+    left_out=re.compile(r"^mtp\."),
+    layer={"unit_offset": True},
+    attention={"qk_norm": "head", "output_gate": True},
+    switches=BIASES,
+    keys={**FAMILIES["qwen3_moe"].keys, **RECURRENCE_KEYS, "shared_expert_intermediate_size": COUNT},
+    aliases={"num_local_experts": "num_experts"},
+    types=(FULL, LINEAR),
+    layer_types=qwen3_next_types,
+    partial_rotary=True,
+    refine=refine_qwen3_next,
+    find_unsupported=_find_recurrence_problems,
+)
+ROUTED_ALIKE = {"decoder_sparse_step": 1, "mlp_only_layers": None, "norm_topk_prob": True}
+QWEN3_5_OTHERS = re.compile(r"^mtp\.|^(\w+\.)*visual\.")
+FAMILIES["qwen3_5_text"] = replace(
+    FAMILIES["qwen3_next"],
+    architecture="Qwen3_5ForCausalLM",
+    defaults={
+        **{key: x for key, x in QWEN3_NEXT.items() if "expert" not in key},
+        **{"vocab_size": 248320, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32},
+        "num_key_value_heads": 4,
+    },
+    tables=((*OUTSIDE, *PRE_NORMS, *GATED_ATTENTION, *HEAD_NORMS, *RECURRENCE_BY_PART, *MLP),),
+    left_out=QWEN3_5_OTHERS,
+    keys=RECURRENCE_KEYS,
+    aliases={},
+    refine=refine_qwen3_5,
+)
+FAMILIES["qwen3_5_moe_text"] = replace(
+    FAMILIES["qwen3_next"],
+    architecture="Qwen3_5MoeForCausalLM",
+    defaults={
+        **QWEN3_NEXT,
+        **{"vocab_size": 248320, "num_hidden_layers": 40, "num_experts_per_tok": 8, "num_experts": 256},
+    },
+    tables=tuple(
+        (*OUTSIDE, *PRE_NORMS, *GATED_ATTENTION, *HEAD_NORMS, *RECURRENCE_BY_PART, *experts, *SHARED_EXPERT)
+        for experts in (JOINED_EXPERTS, SPLIT_EXPERTS)
+    ),
+    left_out=QWEN3_5_OTHERS,
+    keys={key: x for key, x in FAMILIES["qwen3_next"].keys.items() if key not in ROUTED_ALIKE},
+    # Experts in all layers, with weights that sum to one: that class of transformers reads no key that says otherwise.
+    refine=lambda kind, values, i: refine_qwen3_next(kind, {**values, **ROUTED_ALIKE}, i),
+)
+FAMILIES["qwen3_5"] = Family("Qwen3_5ForConditionalGeneration", decoders={"qwen3_5_text": FAMILIES["qwen3_5_text"]})
+FAMILIES["qwen3_5_moe"] = Family(
+    "Qwen3_5MoeForConditionalGeneration", decoders={"qwen3_5_moe_text": FAMILIES["qwen3_5_moe_text"]}
 )
 
 

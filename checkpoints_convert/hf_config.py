@@ -58,8 +58,6 @@ RELATIVES = {
     "glm_moe_dsa": "deepseek_v3",
     "kimi_linear": "kimi_k2",
     "mistral4": "deepseek_v3",
-    **dict.fromkeys(("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"), "qwen3_moe"),
-    **dict.fromkeys(("qwen3_5", "qwen3_5_text"), "qwen3"),
     **dict.fromkeys(("gemma3n", "gemma3n_text", "gemma4", "gemma4_text"), "gemma3"),
 }
 """Family that is often asked for -> the supported family that it resembles and that lacks some of its parts."""
@@ -287,7 +285,7 @@ def _find_unsupported(values: Raw, family: Family) -> Iterator[str]:
         yield from _find_unsupported_rope(values, family, rope)
     yield from family.find_unsupported(values)
     window, sliding = _read_window(values, family), family.sliding
-    types, layers, names = values.get("layer_types"), values["num_hidden_layers"], [FULL, SLIDING]
+    types, layers, names = values.get("layer_types"), values["num_hidden_layers"], list(family.types)
     if types is None:
         if sliding == "by layer" and window is None and SLIDING in _read_types(values, family):
             yield "sliding_window is unset, and layers of this family have one; set it, or set layer_types"

@@ -98,7 +98,8 @@ def _prefill_specs(
     last, cache = result
     sequences, states = spec_of(tokens)[0], []
     for i, state in enumerate(cache.layers):
-        keys = params[f"layer_{i}"]["attention"].get("k")
+        params_of_layer = params[f"layer_{i}"]
+        keys = params_of_layer.get("attention", params_of_layer.get("recurrence")).get("k")
         kv_heads = cache.config.kind(i).attention.kv_heads
         heads = None if keys is None else _kernel_spec(keys)[1]
         states.append(layer_specs(state, len(tokens), kv_heads, sequences, heads))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.protocol import Cache, SizedLayer
+from kvjax.cache.recurrent_layer import RecurrentLayer
 from kvjax.core.explicit_axes import accepts_explicit_axes
 from kvjax.core.memory import MEMORY_KINDS, array_bytes
 from kvjax.core.mesh import to_numpy
@@ -106,13 +107,17 @@ def state_bytes(cache: Cache) -> CacheBytes:
 def full_bytes(config: Any, lengths: Sequence[int], dtype: Any) -> int:
     """Bytes that the exact cache of sequences of these lengths holds: keys, values, positions and lengths.
 
-    A layer with a sliding window holds the tokens of its window alone.
+    A layer with a sliding window holds the tokens of its window alone, and one with a recurrence its state.
     """
     # 4 bytes each for a sequence's length, a token's position, and the count of slots in use of each layer.
     total = 4 * len(lengths)
     for i in range(config.layers):
         attention = config.kind(i).attention
         if attention.reads_layer is not None:
+            continue
+        if attention.recurrence is not None:
+            layer, itemsize = RecurrentLayer.of(attention), jnp.dtype(dtype).itemsize
+            total += len(lengths) * layer.count_bytes(attention.kv_heads, itemsize)
             continue
         per_token = attention.stored_numbers * jnp.dtype(dtype).itemsize + 4
         for length in lengths:

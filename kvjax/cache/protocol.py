@@ -30,6 +30,7 @@ from kvjax.core.rope import Rope
 from kvjax.core.step_bytes import StepBytes
 from kvjax.core.types import Array, KVBlock, Partial, pytree
 from kvjax.errors import KvjaxError, TracedCall
+from kvjax.models.kinds import GatedDelta
 
 State = TypeVar("State")  # any pytree; returned, never assigned to
 
@@ -52,10 +53,13 @@ class LayerSpec:
         (multi-head latent attention); None where they are not.
       method_layers: indices of the layers in which the method's own components work: those without a window, or all
         layers if the method is asked for `in_windows` (`kvjax.Method.windowed`). Methods divide what the model has
-        in common, such as a budget, among these layers. By default all layers but the reading ones.
+        in common, such as a budget, among these layers. By default all layers with keys and values of their own.
       reads_layer: index of the layer whose keys and values this one reads, as it has none of its own; None for a layer
         that has. Methods are not bound to such a layer, see `kvjax.cache.reading_layer`.
       reading_layers: indices of all layers of the model that read another one's.
+      recurrence: what the layer has in place of attention and of keys and values, `kvjax.models.kinds.GatedDelta`; None
+        for attention. Methods are not bound to such a layer, see `kvjax.cache.recurrent_layer`.
+      recurrent_layers: indices of all layers of the model with a recurrence.
     """
 
     index: int | None
@@ -70,13 +74,15 @@ class LayerSpec:
     method_layers: tuple[int, ...] = cast(tuple[int, ...], None)
     reads_layer: int | None = None
     reading_layers: tuple[int, ...] = ()
+    recurrence: GatedDelta | None = None
+    recurrent_layers: tuple[int, ...] = ()
 
     def __post_init__(self):
         if self.value_dim is None:
             object.__setattr__(self, "value_dim", self.head_dim)
         if self.method_layers is None:
-            has_cache = (i for i in range(self.num_layers) if i not in self.reading_layers)
-            object.__setattr__(self, "method_layers", tuple(has_cache))
+            others = {*self.reading_layers, *self.recurrent_layers}
+            object.__setattr__(self, "method_layers", tuple(i for i in range(self.num_layers) if i not in others))
         if self.values_from is None:
             return
         if not self.rope.dim <= self.values_from <= self.head_dim - self.value_dim:

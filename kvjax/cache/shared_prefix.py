@@ -268,6 +268,12 @@ class SharedPrefixMethod:
 
     def bind(self, spec: LayerSpec) -> SharedPrefixLayer:
         """Binds both methods; raises IncompatibleMethod where one of them cannot share or follow a prefix."""
+        if spec.recurrent_layers:
+            raise IncompatibleMethod(
+                f"layer {spec.recurrent_layers[0]} of this model holds a recurrent state, a sum over the tokens of a "
+                "prefix, which documents cannot read as they read its keys and values; fork the context of the prefix "
+                "and feed each document (kvjax.Context.fork, kvjax.Context.feed)"
+            )
         prefix, own = self.prefix.bind(spec), self.own.bind(spec)
         if not isinstance(prefix, ShareableLayer) or not isinstance(own, ShareableLayer):
             name = type(own if isinstance(prefix, ShareableLayer) else prefix).__name__

@@ -193,6 +193,11 @@ def attach(
             f"layer {reading[0]} reads the keys and values of another layer, and custom_decoder.attach does not serve "
             "such layers yet: write the model as a kvjax Config (AttentionKind.reads_layer)"
         )
+    if recurrent := [spec.index for spec in specs if spec.recurrence is not None]:
+        raise KvjaxError(
+            f"layer {recurrent[0]} has a recurrence in place of keys and values, and custom_decoder.attach does not "
+            "serve such layers: write the model as a kvjax Config (AttentionKind.recurrence)"
+        )
     if mesh is not None:
         auto_mesh(mesh, f", or {WITHOUT_MESH}")
         for spec in specs:

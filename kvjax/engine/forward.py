@@ -17,11 +17,13 @@ from jax.sharding import Mesh
 from jaxtyping import Float, Float32, Int32
 
 from kvjax.cache.protocol import BoundLayer
+from kvjax.cache.recurrent_layer import RecurrentLayer
 from kvjax.core.attention import causal_attention
+from kvjax.core.gated_delta import RecurrentInputs
 from kvjax.core.mesh import constrain
 from kvjax.core.types import Array, hash_once
 from kvjax.engine.layer_prompt import LayerCall, LayerInputs
-from kvjax.engine.modes import ForwardMode
+from kvjax.engine.modes import ForwardMode, run_recurrence
 from kvjax.engine.positions import token_positions
 from kvjax.models import decoder
 from kvjax.models.config import Config
@@ -99,7 +101,10 @@ def apply_layer(
     kind = call.kind
     assert kind is not None, "a pass through a decoder's layers needs their kinds"
 
-    def attend(_: int, q: Array, k: Any, v: Any, hidden: Array) -> tuple[Array, Any]:
+    def attend(_: int, q: Any, k: Any, v: Any, hidden: Array) -> tuple[Array, Any]:
+        if isinstance(q, RecurrentInputs):
+            out, new_state = run_recurrence(call.layer, state, q, *mode.recurrent_tokens(hidden), mesh=target.mesh)
+            return out, (new_state, cross_layer, None)
         inputs = LayerInputs(
             q=constrain(q, "B K G T H", target.mesh),
             k=k if source is not None else constrain(k, "B K T H", target.mesh),
@@ -127,7 +132,10 @@ def exact_logits(params: Any, tokens: Int32[Array, "B T"], config: Config) -> Fl
 
     exact: dict[int, tuple[Array, Array]] = {}
 
-    def attend(i: int, q: Array, k: Any, v: Any, hidden: Array) -> tuple[Array, None]:
+    def attend(i: int, q: Any, k: Any, v: Any, hidden: Array) -> tuple[Array, None]:
+        if isinstance(q, RecurrentInputs):
+            layer, is_real = RecurrentLayer.of(config.kind(i).attention), jnp.ones(tokens.shape, bool)
+            return run_recurrence(layer, None, q, is_real, tokens.shape[1], mesh=None)[0], None
         source = config.kind(i).attention.reads_layer
         k, v = exact[i] = (k, v) if source is None else exact[source]
         rule, sinks = config.kind(i).attention.rule, decoder.sinks_of(params[f"layer_{i}"])

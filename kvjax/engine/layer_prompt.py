@@ -14,6 +14,7 @@ from jaxtyping import Float, Float32, Int32
 
 from kvjax.cache.protocol import BoundLayer, last_positions
 from kvjax.cache.reading_layer import ReadingLayer
+from kvjax.cache.recurrent_layer import RecurrentLayer
 from kvjax.core.attention import Rule, sink_partial
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import constrain, per_device
@@ -85,7 +86,7 @@ def begin_prompt(call: LayerCall, q: Any, k: Any, v: Any, hidden: Any, mesh: Mes
     def zeros(like: Any, num_tokens: int) -> Array:
         return constrain(jnp.zeros((*like.shape[:-2], num_tokens, like.shape[-1]), like.dtype), "B K", mesh)
 
-    if needs.prompt_chunk or isinstance(call.layer, ReadingLayer):
+    if needs.prompt_chunk or isinstance(call.layer, ReadingLayer | RecurrentLayer):
         nothing = KVBlock(zeros(k, 0), zeros(v, 0), jnp.zeros((k.shape[0], 1, 0), jnp.int32))
         return prefill_layer(call.layer, nothing, None, call.num_slots, mesh)
     width = k.shape[2]

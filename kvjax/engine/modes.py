@@ -10,13 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh
-from jaxtyping import Float, Int32
+from jaxtyping import Bool, Float, Int32
 
 from kvjax.cache.protocol import BoundLayer, ReplayedLayer, StepResult, last_positions
 from kvjax.cache.readers.query_blocks import map_query_blocks
 from kvjax.cache.reading_layer import ReadingLayer
+from kvjax.cache.recurrent_layer import RecurrentLayer, RecurrentState
 from kvjax.core.attention import Rule, attend_dense, causal_attention, causal_attention_with_lse, merge, sink_partial
 from kvjax.core.attention_mass import Observation
+from kvjax.core.gated_delta import RecurrentInputs
 from kvjax.core.mesh import per_device
 from kvjax.core.types import Array, KVBlock, Partial, pytree
 from kvjax.engine.layer_prompt import (
@@ -48,6 +50,13 @@ class ForwardMode:
         raise IncompatibleMethod(
             f"{type(self).__name__} runs layers that have keys and values of their own, and in this model layers read "
             "those of another one (reads_layer); read the prompts with kvjax.prefill"
+        )
+
+    def recurrent_tokens(self, hidden: Float[Array, "B T D"]) -> tuple[Bool[Array, "B T"], int]:
+        """Returns which tokens of this pass are real, and how many a layer with a recurrence keeps in its state."""
+        raise IncompatibleMethod(
+            f"{type(self).__name__} runs layers that have keys and values, and in this model layers have a recurrent "
+            "state (recurrence); read the prompts with kvjax.prefill or kvjax.read"
         )
 
     @abstract
@@ -82,6 +91,9 @@ class FullPrefill(ForwardMode):
         if not call.selects_queries or self.num_observed is None:
             return None
         return jnp.maximum(last_positions(self.lengths, self.num_observed), 0)
+
+    def recurrent_tokens(self, hidden: Float[Array, "B T D"]) -> tuple[Bool[Array, "B T"], int]:
+        return token_positions(hidden[..., 0], self.lengths) >= 0, hidden.shape[1]
 
     def share(self, inputs: LayerInputs) -> tuple[Array, Array]:
         """Returns the exact keys and values of the prompt."""
@@ -121,6 +133,9 @@ class ChunkedPrefill(ForwardMode):
     start: Int32[Array, ""] | np.int32  # position of the chunk's first token
     lengths: Int32[Array, " B"]  # of whole prompts
 
+    def recurrent_tokens(self, hidden: Float[Array, "B T D"]) -> tuple[Bool[Array, "B T"], int]:
+        return self.start + token_positions(hidden[..., 0]) < self.lengths[:, None], hidden.shape[1]
+
     def share(self, inputs: LayerInputs) -> None:
         """Returns nothing more: the layer holds the exact keys and values of the chunks so far."""
 
@@ -157,6 +172,9 @@ class PromptReplay(ForwardMode):
     start: Int32[Array, ""] | np.int32  # position of the copied chunk's first token
     pos: Int32[Array, "B T"]  # of the copy's tokens, -1 for padding
     lengths: Int32[Array, " B"]  # of the prompts
+
+    def recurrent_tokens(self, hidden: Float[Array, "B T D"]) -> tuple[Bool[Array, "B T"], int]:
+        return self.pos >= 0, 0  # every copy begins with the state after the prompt
 
     def share(self, inputs: LayerInputs) -> tuple[Array, Array]:
         """Returns the keys and values of the copy."""
@@ -199,6 +217,9 @@ class Decode(ForwardMode):
 
     pos: Int32[Array, "B T"]  # -1 for padding
     commit: int = dataclasses.field(metadata={"static": True})
+
+    def recurrent_tokens(self, hidden: Float[Array, "B T D"]) -> tuple[Bool[Array, "B T"], int]:
+        return self.pos >= 0, self.commit
 
     def share(self, inputs: LayerInputs) -> None:
         """Returns nothing more: the state holds the tokens of this step."""
@@ -251,6 +272,26 @@ def extend_layer(
             "merge it with the attention to the state"
         )
     return extend(state, q, new, *more)
+
+
+def run_recurrence(
+    layer: Any,
+    state: RecurrentState | None,
+    inputs: RecurrentInputs,
+    is_real: Bool[Array, "B T"],
+    commit: int,
+    *,
+    mesh: Mesh | None,
+) -> tuple[Float[Array, "B K G T Hv"], RecurrentState]:
+    """Runs `RecurrentLayer.run` on each device's own sequences and heads; without a state, from the first token on."""
+    assert isinstance(layer, RecurrentLayer)
+
+    def run(state: RecurrentState | None, inputs: RecurrentInputs, is_real: Array) -> tuple[Array, RecurrentState]:
+        B, K = inputs.mixed.shape[:2]
+        return layer.run(state or layer.empty(B, K, inputs.mixed.dtype), inputs, is_real, commit)
+
+    B, K = inputs.mixed.shape[:2]
+    return per_device(run, B, K, mesh=mesh)(state, inputs, is_real)
 
 
 def attend_all(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from kvjax.cache.protocol import BoundLayer, KVMethod, LayerSpec, ReadableLayer
 from kvjax.cache.reading_layer import ReadingLayer
+from kvjax.cache.recurrent_layer import RecurrentLayer
 from kvjax.cache.uses import READ_BY_OTHER_LAYERS
 from kvjax.core import memory
 from kvjax.core.rope import Rope
@@ -26,8 +27,9 @@ def specs(config: Config) -> tuple[LayerSpec, ...]:
 def describe_layers(every: Sequence[AttentionKind]) -> tuple[LayerSpec, ...]:
     """Describes layers to methods, by their attention."""
     reading_layers = tuple(i for i, attention in enumerate(every) if attention.reads_layer is not None)
+    recurrent_layers = tuple(i for i, attention in enumerate(every) if attention.recurrence is not None)
     without_window = (i for i, attention in enumerate(every) if attention.rule.window is None)
-    method_layers = tuple(i for i in without_window if i not in reading_layers)
+    method_layers = tuple(i for i in without_window if i not in reading_layers and i not in recurrent_layers)
     return tuple(
         LayerSpec(
             index=i,
@@ -43,6 +45,8 @@ def describe_layers(every: Sequence[AttentionKind]) -> tuple[LayerSpec, ...]:
             method_layers=method_layers,
             reads_layer=attention.reads_layer,
             reading_layers=reading_layers,
+            recurrence=attention.recurrence,
+            recurrent_layers=recurrent_layers,
         )
         for i, attention in enumerate(every)
     )
@@ -66,6 +70,8 @@ def bind_specs(method: str | KVMethod | None, specs: Sequence[LayerSpec], differ
     known: dict[BoundLayer, BoundLayer] = {}
 
     def bind_layer(spec: LayerSpec) -> BoundLayer:
+        if spec.recurrence is not None:
+            return RecurrentLayer(spec.num_groups, spec.head_dim, spec.value_dim, spec.recurrence.kernel_tokens)
         if spec.reads_layer is None:
             return method.bind(spec)
         source = method.bind(dataclasses.replace(specs[spec.reads_layer], num_groups=spec.num_groups))

@@ -18,6 +18,7 @@ from jaxtyping import Float, Float32, Int32
 from kvjax.cache.eviction.budget_allocation import round_up_shared
 from kvjax.cache.protocol import BudgetedLayer, Cache, num_layer_slots, round_up_headroom
 from kvjax.cache.reading_layer import ReadingLayer
+from kvjax.cache.recurrent_layer import RecurrentLayer
 from kvjax.core import memory
 from kvjax.core.attention import MASKED_LOGIT
 from kvjax.core.mesh import per_device, to_numpy, vary
@@ -92,7 +93,9 @@ def prefill(
     T = tokens.shape[1]
     if num_slots is None:
         num_slots = tuple(num_layer_slots(layer, (min(T, capacity),), capacity) for layer in plan)
-    calls, needs = layer_calls(plan, target.config, num_slots), [layer.needs for layer in plan]
+    calls = layer_calls(plan, target.config, num_slots)
+    # A method asks nothing of layers with a recurrence, which read prompts in any way.
+    needs = [layer.needs for layer in plan if not isinstance(layer, RecurrentLayer)]
     # A method that is fed chunks reads endless texts, so that no layer may wait for the hidden vectors of all tokens.
     is_fed = all(n.prompt_chunk for n in needs)
     chunk = chunk or min((n.prompt_chunk for n in needs if n.prompt_chunk), default=None)
@@ -433,7 +436,7 @@ def _divide_budget(
 
     Arguments are those of `compress_prompts`. Returns the calls with the slots that each layer needs, and the parts.
     """
-    if not all(isinstance(call.layer, BudgetedLayer | ReadingLayer) for call in calls):
+    if not all(isinstance(call.layer, BudgetedLayer | ReadingLayer | RecurrentLayer) for call in calls):
         raise KvjaxError(
             "some layers divide a budget among all, which takes the members of kvjax.cache.protocol.BudgetedLayer in "
             "every layer; use one method for all, or write these members"
@@ -446,7 +449,7 @@ def _divide_budget(
     num_kept = most_kept = allocate_tokens(tuple(measures), lengths, layers=layers)
     if isinstance(num_kept, Tracer):
         # Under a transformation nobody knows what a layer will keep, so each has slots for the whole prompt.
-        num_tokens = min(prompts[0].k.shape[2], capacity) if longest is None else longest
+        num_tokens = min(prompts[shared[0]].k.shape[2], capacity) if longest is None else longest
         most_kept = np.full(num_kept.shape, num_tokens)
     else:
         num_kept = most_kept = to_numpy(num_kept)

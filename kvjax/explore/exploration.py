@@ -76,6 +76,11 @@ def explore(
     Raises:
       KvjaxError: a model whose layers have different numbers of heads.
     """
+    if len(model.config.attention_layers) < model.config.layers:
+        raise KvjaxError(
+            "some layers of this model hold a recurrent state and no tokens, and the page shows what each layer holds "
+            "of each token; explore a model whose layers all have attention"
+        )
     heads = {(kind.attention.kv_heads, kind.attention.groups) for kind in model.config.kinds}
     if len(heads) > 1:
         raise KvjaxError(

@@ -47,10 +47,13 @@ class SharedDirections(kv.PrecisionTiers):
             if layer + 1 in layers and layer - 1 not in lower:
                 lower.append(layer)
         if not lower and len(spec.method_layers) < spec.num_layers:
+            kind, remedy = "without a sliding window", "share in windows too, as in 'minicache + in_windows'"
+            if spec.recurrent_layers:
+                kind, remedy = "with keys and values", "take a method that works in each layer by itself"
             raise kv.IncompatibleMethod(
                 "component `side_store` shares directions between neighboring layers, and from layer "
-                f"{layers[0] if layers else spec.num_layers} on this model has no two neighbors without a sliding "
-                "window; give a lower start, or share in windows too, as in 'minicache + in_windows'"
+                f"{layers[0] if layers else spec.num_layers} on this model has no two neighbors {kind}; give a lower "
+                f"start, or {remedy}"
             )
         if spec.index in lower:
             return dataclasses.replace(self, paired_layer=1)

@@ -80,6 +80,11 @@ class Config:
             raise KvjaxError("unit_offset must be equal in all kinds of a model's layers")
         for i in range(self.layers):
             self._check_source(i)
+        if all(kind.attention.recurrence is not None for kind in self.kinds):
+            raise KvjaxError(
+                "all layers have a recurrence and none has keys and values, so that there is nothing for a method of a "
+                "KV cache; kvjax runs models with at least one layer of attention"
+            )
         for token in (*self.eos_ids, *(() if self.bos_id is None else (self.bos_id,))):
             arguments.integer("config field eos_ids or bos_id", token, 0, self.vocab_size - 1)
 
@@ -92,6 +97,8 @@ class Config:
         if source >= layer:
             raise KvjaxError(f"{name}, which does not come before it; name an earlier layer, counted from 0")
         its = self.kind(source).attention
+        if its.recurrence is not None:
+            raise KvjaxError(f"{name}, which has a recurrence in their place; name a layer with attention")
         if its.reads_layer is not None:
             raise KvjaxError(f"{name}, which has none; name the layer that it reads, {its.reads_layer}")
         if its.latent is not None:
@@ -114,10 +121,12 @@ class Config:
         """Raises KvjaxError, for a caller that handles every layer's keys and values, where a layer has none."""
         for i in range(self.layers):
             source = self.kind(i).attention.reads_layer
-            if source is not None:
+            has_recurrence = self.kind(i).attention.recurrence is not None
+            if source is not None or has_recurrence:
+                why = "holds a recurrent state" if has_recurrence else f"reads those of layer {source}"
                 raise KvjaxError(
-                    f"{caller} takes keys and values of every layer, and layer {i} of this model has none: it reads "
-                    f"those of layer {source}; read the tokens with kvjax.prefill"
+                    f"{caller} takes keys and values of every layer, and layer {i} of this model has none: it {why}; "
+                    "read the tokens with kvjax.prefill"
                 )
 
     def __repr__(self) -> str:
@@ -148,9 +157,14 @@ class Config:
         temperatures = (self.kinds[i].attention.query_temperature for i in self.pattern)
         return tuple(dict.fromkeys(x for x in temperatures if x is not None))
 
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Indices of the layers with attention; the others have a recurrence."""
+        return tuple(i for i in range(self.layers) if self.kind(i).attention.recurrence is None)
+
     def describe_heads(self) -> str:
-        """Returns the different heads in words, "32 heads on 8 of 128", in the order of the layers."""
-        attention = (self.kind(i).attention for i in range(self.layers))
+        """Returns the different heads of attention in words, "32 heads on 8 of 128", in the order of the layers."""
+        attention = (self.kind(i).attention for i in self.attention_layers)
         return " and ".join(dict.fromkeys(f"{a.heads} heads on {a.kv_heads} of {a.head_dim}" for a in attention))
 
     def with_max_positions(self, positions: int) -> Config:
@@ -319,9 +333,11 @@ class Config:
             for experts in (kind["mlp"]["experts"] for kind in raw["kinds"]):
                 if experts and experts["scoring"] == "softmax":
                     del experts["scoring"]
+                if experts and not experts["shared_gate"]:
+                    del experts["shared_gate"]
             for attention in (kind["attention"] for kind in raw["kinds"]):
-                for field in ("reads_layer", "query_temperature"):
-                    if attention[field] is None:
+                for field in ("reads_layer", "query_temperature", "recurrence", "output_gate"):
+                    if attention[field] is None or attention[field] is False:
                         del attention[field]
                 scaling = (attention["rope"] or {}).get("scaling")
                 if scaling and not scaling["is_fixed"]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import flax.linen as nn
 import jax
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from kvjax.core.gated_delta import RecurrentInputs
 from kvjax.core.matmul import grouped_matmul, unembed
 from kvjax.core.quantized_kernel import dequantize
 from kvjax.core.rope import rotate
@@ -20,15 +21,16 @@ from kvjax.core.types import Array
 from kvjax.models.config import Config
 from kvjax.models.kinds import LayerKind, MlpKind, QueryTemperature
 from kvjax.models.layers import Linear, RMSNorm
-from kvjax.models.quantized_params import CHOICE_BIAS
+from kvjax.models.quantized_params import CHOICE_BIAS, DECAY_BIAS, LOG_RATE
 
 Angles = tuple[tuple[Array, ...], ...]
 """cos and sin, each f32[B T pairs], for each of the `ropes` of a config; then a factor f32[B T] of queries for each of
 its `query_temperatures`."""
-Attend = Callable[[int, Array, Any, Any, Array], tuple[Array, Any]]
+Attend = Callable[[int, Any, Any, Any, Array], tuple[Array, Any]]
 """(layer, q [B K G T H], k [B K T H], both after RoPE, v [B K T H], the attention's input x [B T D]) -> (attention
 output [B K G T H], the layer's new state). Values and outputs have the width of values, which may be another one. k and
-v are None in a layer that reads those of another one."""
+v are None in a layer that reads those of another one. A layer with a recurrence gives its `RecurrentInputs` as q, None
+as k and v, and takes the output of all tokens [B K G T Hv]."""
 
 LATENT_NORM_EPS = 1e-6
 """Epsilon of the norms of latent vectors, whatever that of the model's other norms is (DeepSeek-V2's own code)."""
@@ -67,6 +69,10 @@ class Attention(nn.Module):
             self.param("sinks", init, (a.kv_heads, a.groups), self.dtype)
         out, state = attend(self.layer, q, k, v, x)
         out, width = jnp.moveaxis(out.astype(x.dtype), 3, 1), a.value_dim
+        if a.output_gate:
+            gate_shape = (c.width, a.kv_heads, a.groups, a.value_dim)
+            gate_linear = Linear("D K G H", gate_shape, bias=a.qkv_bias, dtype=self.dtype, name="gate")
+            out = out * jax.nn.sigmoid(gate_linear(take_tokens(x, query_indices)))
         if a.latent is not None:
             out, width = jnp.einsum("btkgr,gvr->btkgv", out, value_up), a.latent.value
         shape = (a.kv_heads, a.groups, width, c.width)
@@ -116,6 +122,52 @@ class Attention(nn.Module):
         q = jnp.concatenate([q[..., :rotated], absorbed], -1)[:, :, None]
         k = jnp.concatenate([down[..., :rotated], v], -1)
         return jnp.moveaxis(q, 1, 3), k[:, None], v[:, None], value_up
+
+
+class GatedDeltaNet(nn.Module):
+    """The projections around a gated delta rule; the caller's `attend` holds its state (Yang et al., 2024)."""
+
+    config: Config
+    layer: int
+    dtype: jnp.dtype
+    kind: LayerKind
+
+    @nn.compact
+    def __call__(self, x: Array, angles: Angles, attend: Attend, query_indices: Array | None) -> tuple[Array, Any]:
+        c, a = self.config, self.kind.attention
+        assert a.recurrence is not None
+        D, K, G, H, Hv = c.width, a.kv_heads, a.groups, a.head_dim, a.value_dim
+        W = a.recurrence.kernel_tokens
+        linear = functools.partial(Linear, dtype=self.dtype)
+
+        def parameter(name: str, axes: str, *shape: int, dtype: Any = self.dtype) -> Array:
+            init: Any = nn.with_logical_partitioning(nn.initializers.normal(shape[-1] ** -0.5), tuple(axes.split()))
+            return cast(Array, self.param(name, init, shape, dtype))
+
+        def per_head(y: Array) -> Array:
+            return jnp.moveaxis(y.astype(jnp.float32), 1, 3)  # [B K G T]
+
+        # Decays are products over thousands of tokens, in which roundings of a rate add up: it is float32 in any model.
+        rate, bias = (
+            parameter(name, "K G", K, G, dtype=jnp.float32).astype(jnp.float32) for name in (LOG_RATE, DECAY_BIAS)
+        )
+        step = linear("D K G", (D, K, G), name="decay")(x).astype(jnp.float32) + bias[None, None]
+        q, k = (linear("D K H", (D, K, H), name=name)(x) for name in ("q", "k"))
+        v = linear("D K G H", (D, K, G, Hv), name="v")(x)
+        kernels = [parameter(f"{name}_convolution", "K H W", K, H, W) for name in ("q", "k")]
+        kernels.append(parameter("v_convolution", "K G H W", K, G, Hv, W).reshape(K, G * Hv, W))
+        inputs = RecurrentInputs(
+            mixed=jnp.moveaxis(jnp.concatenate([q, k, v.reshape(*v.shape[:3], G * Hv)], -1), 1, 2),
+            log_decay=per_head(-jnp.exp(rate)[None, None] * jax.nn.softplus(step)),
+            write_strength=per_head(jax.nn.sigmoid(linear("D K G", (D, K, G), name="write")(x))),
+            kernel=jnp.concatenate(kernels, 1)[None],
+        )
+        out, state = attend(self.layer, inputs, None, None, x)
+        out = take_tokens(jnp.moveaxis(out, 3, 1).astype(x.dtype), query_indices)  # [B Q K G Hv]
+        out = RMSNorm((Hv,), c.norm_eps, axes="H", dtype=self.dtype, name="norm")(out)
+        gate = linear("D K G H", (D, K, G, Hv), name="gate")(take_tokens(x, query_indices))
+        out = (out.astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))).astype(x.dtype)
+        return linear("K G H D", (K, G, Hv, D), contract=3, name="o")(out), state
 
 
 def _grow_queries(temperature: QueryTemperature, pos: Array) -> Array:
@@ -206,8 +258,15 @@ class MixtureOfExperts(nn.Module):
         # Back in the order of the tokens: a sum over each one's experts, and no scatter, whose order would vary.
         y = rows[jnp.argsort(order)].reshape(-1, experts.top_k, D).sum(1).astype(x.dtype).reshape(x.shape)
         if experts.shared_width:
-            shared = MlpKind(experts.shared_width, self.kind.activation, experts.shared_bias)
-            y = y + MLP(D, self.dtype, shared, name="shared")(x)
+            shared = MLP(
+                D,
+                self.dtype,
+                MlpKind(experts.shared_width, self.kind.activation, experts.shared_bias),
+                name="shared",
+            )(x)
+            if experts.shared_gate:
+                shared = shared * jax.nn.sigmoid(Linear("D S", (D, 1), dtype=self.dtype, name="shared_gate")(x))
+            y = y + shared
         return y
 
     def _route(self, x: Array) -> tuple[Array, Array]:
@@ -288,7 +347,10 @@ class Layer(nn.Module):
         attention_norm, add_attention = self._norms("attention")
         mlp_norm, add_mlp = self._norms("mlp")
         with jax.named_scope("attention"):
-            attention = Attention(c, self.layer, self.dtype, kind, name="attention")
+            if kind.attention.recurrence is None:
+                attention = Attention(c, self.layer, self.dtype, kind, name="attention")
+            else:
+                attention = GatedDeltaNet(c, self.layer, self.dtype, kind, name="recurrence")
             y, state = attention(attention_norm(x), angles, attend, query_indices)
             x = add_attention(take_tokens(x, query_indices), y)
         with jax.named_scope("mlp"):
@@ -338,8 +400,10 @@ def init(config: Config, key: Array, dtype: Any = jnp.float32) -> Any:
     """Initializes parameters, boxed with their axis letters (`flax.linen.unbox` drops these)."""
     zero = jnp.zeros((1, 1), jnp.int32)
 
-    def attend(i: int, q: Array, k: Array, v: Array, x: Array) -> tuple[Array, None]:
+    def attend(i: int, q: Any, k: Any, v: Any, x: Array) -> tuple[Array, None]:
         # Only shapes matter here.
+        if isinstance(q, RecurrentInputs):
+            return jnp.zeros((*q.log_decay.shape, config.kind(i).attention.value_dim)), None
         return jnp.zeros((*q.shape[:-1], config.kind(i).attention.value_dim), q.dtype), None
 
     return Decoder(config, dtype).init(key, zero, zero, attend, method=Decoder.logits)["params"]

@@ -63,6 +63,23 @@ class QueryTemperature:
 
 
 @dataclasses.dataclass(frozen=True)
+class GatedDelta:
+    """A gated delta rule in place of attention (Gated DeltaNet, arXiv 2412.06464; Qwen3-Next, Qwen3.5).
+
+    Such a layer has no keys and values but a state of constant size, see `kvjax.core.gated_delta`. Of its
+    `AttentionKind`, `heads` are those of values, `kv_heads` those of keys and queries, and both widths have their
+    meaning; all other fields are the defaults.
+
+    Attributes:
+      kernel_tokens: W, tokens that the convolution of each channel reads, the new one among them.
+    """
+
+    kernel_tokens: Size = 4
+
+    __post_init__ = check_fields
+
+
+@dataclasses.dataclass(frozen=True)
 class AttentionKind:
     """The attention of a layer. Axis letters are those of `kvjax.core.types`.
 
@@ -81,6 +98,8 @@ class AttentionKind:
       reads_layer: index of an earlier layer of the model whose keys and values the layer attends to, as it has none of
         its own: shared key/value caches, as in YOCO, cross-layer attention and Gemma 3n. None for a layer that has.
       query_temperature: factor of queries by position, or None.
+      output_gate: whether each channel of the output is multiplied by a sigmoid of the layer's input (Qwen3-Next).
+      recurrence: a recurrence that stands in the place of attention, or None.
     """
 
     heads: Size
@@ -97,6 +116,8 @@ class AttentionKind:
     latent: Latent | None = None
     reads_layer: NonNegativeInt | None = None
     query_temperature: QueryTemperature | None = None
+    output_gate: bool = False
+    recurrence: GatedDelta | None = None
 
     def __post_init__(self):
         if self.value_dim is None:
@@ -109,6 +130,15 @@ class AttentionKind:
             )
         if self.heads % self.kv_heads:
             raise KvjaxError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
+        if self.recurrence is not None:
+            known = "heads", "kv_heads", "head_dim", "value_dim", "rope", "recurrence"
+            others = {x.name: x.default for x in dataclasses.fields(self) if x.name not in known}
+            wrong = [name for name, default in others.items() if getattr(self, name) != default]
+            if wrong or self.rope is not None:
+                name = wrong[0] if wrong else "rope"
+                raise KvjaxError(
+                    f"a layer with a recurrence has no attention, and {name} is a part of one; leave out {name}"
+                )
         rope, latent = self.rope, self.latent
         if rope is not None and (rope.dim > self.head_dim or rope.dim < 2 or rope.dim % 2):
             raise KvjaxError(
@@ -138,7 +168,7 @@ class AttentionKind:
     @property
     def stored_numbers(self) -> int:
         """The numbers of a token that an exact cache holds; values of latent attention are channels of its keys."""
-        if self.reads_layer is not None:
+        if self.reads_layer is not None or self.recurrence is not None:
             return 0
         return self.kv_heads * (self.head_dim + (0 if self.latent else self.value_dim))
 
@@ -160,6 +190,7 @@ class Experts:
       factor: multiplies the weights.
       shared_width: width of the MLP that every token passes in addition to its experts; 0 for none.
       shared_bias: whether the projections of that MLP have a bias.
+      shared_gate: whether a sigmoid of the token multiplies the output of that MLP (Qwen3-Next).
       router_bias: whether the router has a bias.
       groups: equal groups of neighboring experts (DeepSeek-V2); 1 for none.
       top_groups: groups that a token's experts are chosen from, those with the best single experts, or with "sigmoid"
@@ -179,9 +210,14 @@ class Experts:
     groups: Size = 1
     top_groups: Size = 1
     scoring: Scoring = "softmax"
+    shared_gate: bool = False
 
     def __post_init__(self):
         check_fields(self)
+        if self.shared_gate and not self.shared_width:
+            raise KvjaxError(
+                "shared_gate multiplies the output of the shared MLP, and shared_width is 0; give its width"
+            )
         if self.count % self.groups or self.top_groups > self.groups:
             raise KvjaxError(
                 f"{self.count} experts cannot be chosen from {self.top_groups} of {self.groups} equal groups; groups "

@@ -1,7 +1,8 @@
 """Which parameters are quantized, and the parameter trees of quantized models.
 
 Kernels of projections, feed-forward parts, experts and of a head that is not tied become codes. Embeddings, norms,
-biases, sinks, routers, and latent attention's up-projections of keys and values stay as they are.
+biases, sinks, routers, gates of a shared expert, decays, write strengths and kernels of convolutions, and latent
+attention's up-projections of keys and values stay as they are.
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ from kvjax.core.explicit_axes import leave_explicit_mesh
 from kvjax.core.quantized_kernel import CODE_RANGES, has_groups, quantize
 
 CHOICE_BIAS = "choice_bias"
-"""The parameter by which experts with sigmoids are chosen, in float32 in models of any dtype."""
+"""The parameter by which experts with sigmoids are chosen."""
+LOG_RATE, DECAY_BIAS = "log_rate", "decay_bias"
+"""The parameters of a recurrence from which each token's decay follows."""
+IN_FLOAT32 = tuple(f"/{name}" for name in (CHOICE_BIAS, LOG_RATE, DECAY_BIAS))
+"""What the paths of parameters end with that are float32 in models of any dtype."""
+UNQUANTIZED = ("router", "shared_gate", "decay", "write")
+"""Linear maps to one number, for each expert or head, which multiplies or chooses many others."""
 GROUPS = "groups"
 """The axis of a scale that counts groups of inputs. No mesh divides it, as a group may lie on two devices."""
 
@@ -30,7 +37,7 @@ def kernel_axes(path: tuple[str, ...], ndim: int) -> dict[str, int] | None:
 
     None for a parameter that is not quantized.
     """
-    if path[-1] != "kernel" or path[-2] == "router":
+    if path[-1] != "kernel" or path[-2] in UNQUANTIZED:
         return None
     # Kernels of experts are [E in out]; those of attention have as many axes, and its output map reads three of them.
     is_of_experts = path[-3:-2] == ("mlp",) and ndim == 3
@@ -74,7 +81,7 @@ def is_codes(path: str) -> bool:
 
 def find_dtype(path: str, dtype: Any, stored: Any) -> np.dtype:
     """Returns the dtype of a parameter in a model of `dtype`; `stored` is its own, which codes keep."""
-    if path.endswith(f"/{CHOICE_BIAS}"):
+    if path.endswith(IN_FLOAT32):
         return np.dtype("float32")
     return np.dtype(stored if is_codes(path) or dtype is None else dtype)
 

@@ -132,15 +132,15 @@ REQUIRED: tuple[tuple[re.Pattern[str], tuple[str, ...]], ...] = (
         re.compile(
             "bamba|beam|bitnet|cwm|ernie4_5(_moe)?|exaone|falcon_h1|flint|gemma3n.*|gemma4.*|glm4?|glm4_moe|granite_swa"
             "|hy_v3|inkling_text|internlm3|iquestcoder|kolibri1|laguna|lara_mini|lfm.*|llama4.*|mellum|mimo_v2_flash"
-            "|minimax.*|ministral3|mllama.*|moss_transcribe_diarize|nemotron_h|phi4_multimodal|phimoe|qwen3_5.*"
-            "|qwen3_next|sarvam_moe|seed_oss|solar_open|starcoder2|vaultgemma|zaya"
+            "|minimax.*|ministral3|mllama.*|moss_transcribe_diarize|nemotron_h|phi4_multimodal|phimoe"
+            "|sarvam_moe|seed_oss|solar_open|starcoder2|vaultgemma|zaya"
         ),
         (*SIZES["kv_heads"], *OF_LAYERS["kv_heads"]),
     ),
     (
         re.compile(
             "beam|ernie4_5|flint|gemma|gemma4.*|hy_v3|inkling_text|kolibri1|laguna|lara_mini|mellum|mimo_v2_flash"
-            "|minimax_m2|moss_transcribe_diarize|qwen3_5.*|qwen3_next|seed_oss|solar_open|vaultgemma|zaya"
+            "|minimax_m2|moss_transcribe_diarize|seed_oss|solar_open|vaultgemma|zaya"
         ),
         SIZES["head_dim"],
     ),
@@ -148,7 +148,7 @@ REQUIRED: tuple[tuple[re.Pattern[str], tuple[str, ...]], ...] = (
         re.compile(
             "afmoe|bamba|beam|cohere2.*|cwm|exaone4|exaone_moe|flint|gemma3n.*|gemma4.*|gpt_neo|granite_swa|granitemoe_swa"
             "|granitemoehybrid|inkling_text|jamba|kolibri1|laguna|lara_mini|lfm.*|llama4.*|mellum|mimo_v2_flash"
-            "|minimax|mllama.*|modernbert-decoder|nemotron_h|olmo3|olmo_hybrid|qwen3_5.*|qwen3_next|recurrent_gemma"
+            "|minimax|mllama.*|modernbert-decoder|nemotron_h|olmo3|olmo_hybrid|recurrent_gemma"
             "|vaultgemma|zamba2?"
         ),
         tuple(LAYERS),

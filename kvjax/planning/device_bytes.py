@@ -18,6 +18,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from kvjax.cache.protocol import KVMethod
+from kvjax.core.gated_delta import CHUNK_TOKENS
 from kvjax.core.mesh import RULES
 from kvjax.engine.modes import QUERY_BLOCK_TOKENS
 from kvjax.generation.inputs import round_up
@@ -177,7 +178,8 @@ def count_workspace(layers: Sequence[TracedLayer], share: Share, capacity: int, 
     2 N S float32, 4 D + 2 F numbers, and vocab_size float32. A step has a token and its drafts for each sequence.
     """
     tokens = share.sequences * (1 + max(x.needs.draft_tokens for x in layers))
-    scores = 2 * 4 * max(x.kind.attention.heads for x in layers) // share.num_devices * capacity
+    heads = max(x.kind.attention.heads for x in layers if x.kind.attention.recurrence is None)
+    scores = 2 * 4 * heads // share.num_devices * capacity
     mlp_width = max(_active_mlp_width(x.kind) for x in layers)
     activations = share.itemsize * (4 * share.width + 2 * mlp_width // share.num_devices)
     return tokens * (scores + activations + 4 * vocab_size)
@@ -247,10 +249,11 @@ def _count_exact_prompt(layer: TracedLayer, share: Share) -> int:
     """Counts what a layer holds of its prompt: keys, values, and what its method observes.
 
     B K T (H + V) numbers, B N Q H for the Q observed queries, B K T float32 for scores of a repeated prompt, and B T D
-    for hidden states, which all heads share. A method that reads the prompt in chunks of its own holds none.
+    for hidden states, which all heads share. A method that reads the prompt in chunks of its own holds none, and
+    neither does a layer with a recurrence.
     """
     needs, a = layer.needs, layer.kind.attention
-    if needs.prompt_chunk:
+    if needs.prompt_chunk or a.recurrence is not None:
         return 0
     queries = share.tokens if needs.observed_queries is None else needs.observed_queries
     numbers = a.kv_heads * share.tokens * (a.head_dim + a.value_dim) + a.heads * queries * a.head_dim
@@ -266,6 +269,8 @@ def _count_attention(layer: TracedLayer, share: Share) -> int:
     float32: its scores and weights, its queries, its result before and after it, keys and values.
     """
     a = layer.kind.attention
+    if a.recurrence is not None:
+        return _count_recurrence(layer, share)
     queries, keys = min(ATTENTION_BLOCK, share.chunk), min(ATTENTION_BLOCK, share.tokens)
     block = a.heads * queries * (2 * keys + a.head_dim + 2 * a.value_dim) + a.kv_heads * keys * (
         a.head_dim + a.value_dim
@@ -277,14 +282,33 @@ def _count_token_vectors(layer: TracedLayer, share: Share) -> int:
     """Counts what a layer makes of each token that is read at once, before and after attention.
 
     First the normed input and queries, B T (D + N H) numbers, then queries and results, B T N (H + V). Keys and values
-    of a chunk stand beside those of the prompt, and in a layer with a window those of its blocks.
+    of a chunk stand beside those of the prompt, and in a layer with a window those of its blocks. Where the output has
+    a gate, the normed input stands until that is made.
     """
     a = layer.kind.attention
     own_heads = a.heads * a.head_dim // share.num_devices
     widest = own_heads + max(share.width, a.heads * a.value_dim // share.num_devices)
+    if a.output_gate:
+        widest += share.width
     if share.chunk < share.tokens or a.rule.window is not None:
         widest += a.kv_heads * (a.head_dim + a.value_dim) // share.num_devices
     return share.sequences * share.chunk * widest * share.itemsize
+
+
+def _count_recurrence(layer: TracedLayer, share: Share) -> int:
+    """Counts what a layer with a recurrence makes of the tokens that are read at once.
+
+    The normed input, B T D numbers; queries, keys and values before their convolution, B T (2 K H + N V) numbers, and
+    after it in float32, each twice, since they are joined and cut into chunks; where the model's numbers are smaller,
+    the former in float32, too; results, B T N V float32; for a chunk of C tokens B N C (4 C + 4 V) float32.
+    """
+    a = layer.kind.attention
+    mixed = (2 * a.kv_heads * a.head_dim + a.heads * a.value_dim) // share.num_devices
+    values, heads = a.heads * a.value_dim // share.num_devices, a.heads // share.num_devices
+    for_token = share.itemsize * (share.width + 2 * mixed) + 4 * (2 * mixed + values)
+    for_token += 4 * mixed if share.itemsize < 4 else 0
+    chunk = min(CHUNK_TOKENS, share.chunk)
+    return share.sequences * (share.chunk * for_token + 4 * heads * chunk * 4 * (chunk + a.value_dim))
 
 
 def _count_replay(layer: TracedLayer, share: Share) -> int:

@@ -95,7 +95,7 @@ def trace_layers(
         if call.layer.needs.prompt_chunk:
             chunk = trace_chunk(call, config, min(width, capacity), batch, arguments.float_type(dtype))
             making = (count_live_bytes(chunk) + count_condition_bytes(chunk)) // (mesh[0] * mesh[1])
-        elif call.kind.attention.reads_layer is None:
+        elif call.kind.attention.stored_numbers:
             traced, _ = trace_prefill(call, config, min(width, capacity), batch, arguments.float_type(dtype))
             making = count_live_bytes(traced.jaxpr, 2) // (mesh[0] * mesh[1])  # keys and values come first
         return TracedLayer(call.layer.needs, call.kind, counts[call], call.num_slots, arrays, step, making)

@@ -176,6 +176,11 @@ def _prefill_rewindable(
     Raises IncompatibleMethod, naming the method by its role, for any other method.
     """
     plan, label = bind(method, model.config), f"{role}={name_of(method_of(method))!r}"
+    if len(model.config.attention_layers) < model.config.layers:
+        raise IncompatibleMethod(
+            f"{label} cannot give rejected tokens back: layers of this model hold a recurrent state, a sum over all "
+            "tokens so far; use kvjax.generate, or a model whose layers all have attention"
+        )
     if decode.num_draft_tokens(plan):
         raise IncompatibleMethod(f"{label} already guesses ahead by itself at each step; {REMEDY}")
     last, cache = run_prompts(model, plan, ids, capacity, timer=timer)

@@ -210,8 +210,10 @@ def test_other_rope_scalings_are_refused_by_name(kind, key):
         ({"model_type": "gemma3n_text"}, "has parts that gemma3 lacks"),
         ({"model_type": "gemma4"}, "gemma4 has parts that gemma3 lacks"),
         ({"model_type": "deepseek_v32"}, "has parts that deepseek_v3 lacks"),
-        ({"model_type": "qwen3_5"}, "has parts that qwen3 lacks"),
-        ({"model_type": "qwen3_next"}, "has parts that qwen3_moe lacks"),
+        ({"model_type": "qwen3_5_text", "hidden_act": "gelu"}, "hidden_act 'gelu' is not .*linear attention"),
+        ({"model_type": "qwen3_next", "linear_num_value_heads": 24}, "24 is no multiple of linear_num_key_heads 16"),
+        ({"model_type": "qwen3_next", "linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim must be a positive"),
+        ({"model_type": "qwen3_next", "layer_types": ["sliding_attention"] * 48}, "layer_types must name 48 layers"),
         ({}, "model_type None"),
         ({"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]}, "SequenceClassification"),
         ({"model_type": "llama", "hidden_act": "gelu"}, "hidden_act 'gelu'"),
@@ -481,6 +483,39 @@ PUBLISHED = {
         },
         "tie_word_embeddings": False,
     },
+    "Qwen3-Next 80B-A3B": {
+        "model_type": "qwen3_next",
+        "architectures": ["Qwen3NextForCausalLM"],
+        "decoder_sparse_step": 1,
+        "full_attention_interval": 4,
+        "intermediate_size": 5120,
+        "max_position_embeddings": 262144,
+        "mlp_only_layers": [],
+        "rope_scaling": None,
+        "rope_theta": 10000000,
+        "tie_word_embeddings": False,
+    },
+    "Qwen3.5 27B": {
+        "model_type": "qwen3_5",
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "text_config": {
+            "model_type": "qwen3_5_text",
+            "hidden_size": 5120,
+            "intermediate_size": 17408,
+            "num_hidden_layers": 64,
+            "num_attention_heads": 24,
+            "num_key_value_heads": 4,
+            "linear_num_value_heads": 48,
+            "rope_parameters": {
+                "mrope_interleaved": True,
+                "mrope_section": [11, 11, 10],
+                "rope_type": "default",
+                "rope_theta": 10000000,
+                "partial_rotary_factor": 0.25,
+            },
+        },
+        "tie_word_embeddings": False,
+    },
     "DeepSeek-V3": {
         "model_type": "deepseek_v3",
         "architectures": ["DeepseekV3ForCausalLM"],
@@ -551,6 +586,9 @@ PUBLISHED = {
         ("Ministral 3 8B", 8_489_553_920, 2 * 34 * 2 * 8 * 128),
         ("Qwen3-VL 8B", 8_190_735_360, 2 * 36 * 2 * 8 * 128),  # as many as Qwen3 8B
         ("Qwen3-VL 30B-A3B", 30_532_122_624, 2 * 48 * 2 * 4 * 128),  # as many as Qwen3 30B-A3B
+        # As transformers' classes count: without the layer that predicts later tokens, and without what reads images.
+        ("Qwen3-Next 80B-A3B", 79_674_391_296, 2 * 12 * 2 * 2 * 256),
+        ("Qwen3.5 27B", 26_895_998_464, 2 * 16 * 2 * 4 * 256),
     ],
 )
 def test_published_configs_make_models_of_the_published_sizes(name, parameters, bytes_per_token):
@@ -619,6 +657,8 @@ NEEDED = {
     "glm4_moe": {"head_dim": 128},  # its class divides 4096 by 96
     # transformers ties the two where a checkpoint has no head, and kvjax where a config says so.
     "mistral3": {"text_config": {"model_type": "ministral3"}, "tie_word_embeddings": False},
+    "qwen3_5": {"text_config": {}},
+    "qwen3_5_moe": {"text_config": {}},
     "qwen3_vl": {"text_config": {}},
     "qwen3_vl_moe": {"text_config": {}, "tie_word_embeddings": True},
 }

@@ -38,6 +38,10 @@ def _norm(x: np.ndarray, params: Any, eps: float, unit_offset: bool = False) -> 
     return x / np.sqrt((x**2).mean(axes, keepdims=True) + eps) * scale
 
 
+def _sigmoid(x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-x))
+
+
 def _softmax(s: np.ndarray) -> np.ndarray:
     p = np.exp(s - s.max(-1, keepdims=True))
     return p / p.sum(-1, keepdims=True)
@@ -53,8 +57,12 @@ def _layer(config: Config, kind: LayerKind, params: Any, x: np.ndarray, exact: l
             y = _norm(y, params[f"{name}_post_norm"], config.norm_eps, kind.unit_offset)
         return x + kind.residual * y
 
-    attend = _latent_attention if kind.attention.latent else _attention
-    x = run("attention", lambda y: attend(config, kind, params["attention"], y, exact))
+    if kind.attention.recurrence is not None:
+        exact.append(None)
+        x = run("attention", lambda y: _gated_delta_net(config, kind.attention, params["recurrence"], y))
+    else:
+        attend = _latent_attention if kind.attention.latent else _attention
+        x = run("attention", lambda y: attend(config, kind, params["attention"], y, exact))
     mlp = kind.mlp
     return run("mlp", lambda y: (_mlp if mlp.experts is None else _experts)(mlp, params["mlp"], y))
 
@@ -94,6 +102,8 @@ def _attention(config: Config, kind: LayerKind, params: Any, x: np.ndarray, exac
         for g in range(a.groups):
             sink = _array(params["sinks"])[n, g] if a.sinks else None
             out[:, n, g] = _head(q[:, n, g], k[:, n], v[:, n], scale, a, sink)
+    if a.output_gate:
+        out = out * _sigmoid(_project(x, params["gate"], "td,d...->t..."))
     return _project(out, params["o"], "tkgh,kghd->td")
 
 
@@ -118,6 +128,34 @@ def _latent_attention(config: Config, kind: LayerKind, params: Any, x: np.ndarra
     for g in range(a.heads):
         q_head = np.concatenate([q_rotated[:, g], q[:, g, rotated:]], -1)
         out[:, 0, g] = _head(q_head, np.concatenate([k_rotated, keys[:, g]], -1), values[:, g], scale, a, None)
+    return _project(out, params["o"], "tkgh,kghd->td")
+
+
+def _gated_delta_net(config: Config, a: AttentionKind, params: Any, x: np.ndarray) -> np.ndarray:
+    """The recurrence of Gated DeltaNet (arXiv 2412.06464, equation 10), token by token."""
+
+    def project(name: str) -> np.ndarray:
+        return _project(x, params[name], "td,d...->t...")
+
+    def convolve(name: str) -> np.ndarray:
+        y, kernel = project(name), _array(params[f"{name}_convolution"])
+        padded = np.concatenate([np.zeros((kernel.shape[-1] - 1, *y.shape[1:])), y])
+        y = sum(padded[w : w + len(x)] * kernel[..., w] for w in range(kernel.shape[-1]))
+        return y * _sigmoid(y)
+
+    q, k, v = convolve("q"), convolve("k"), convolve("v")
+    q, k = (y / np.sqrt((y**2).sum(-1, keepdims=True) + 1e-6) for y in (q, k))
+    softplus = np.log1p(np.exp(project("decay") + _array(params["decay_bias"])))
+    decay, strength = np.exp(-np.exp(_array(params["log_rate"])) * softplus), _sigmoid(project("write"))
+    out, states = np.empty(v.shape), np.zeros((a.kv_heads, a.groups, a.value_dim, a.head_dim))
+    for t, n, g in np.ndindex(v.shape[:3]):
+        S, key, b = states[n, g], k[t, n], strength[t, n, g]
+        S = states[n, g] = S @ (decay[t, n, g] * (np.eye(len(key)) - b * np.outer(key, key))) + b * np.outer(
+            v[t, n, g], key
+        )
+        out[t, n, g] = S @ q[t, n] * a.head_dim**-0.5
+    gate = project("gate")
+    out = _norm(out, params["norm"], config.norm_eps) * gate * _sigmoid(gate)
     return _project(out, params["o"], "tkgh,kghd->td")
 
 
@@ -173,4 +211,7 @@ def _experts(kind: MlpKind, params: Any, x: np.ndarray) -> np.ndarray:
         for i, weight in zip(chosen, w, strict=True):
             expert = {name: {part: _array(z)[i] for part, z in params[name].items()} for name in ("gate", "up", "down")}
             y[t] += e.factor * weight * _mlp(kind, expert, x[t][None])[0]
-    return y + _mlp(kind, params["shared"], x) if e.shared_width else y
+    if not e.shared_width:
+        return y
+    shared = _mlp(kind, params["shared"], x)
+    return y + (shared * _sigmoid(_project(x, params["shared_gate"], "td,ds->ts")) if e.shared_gate else shared)

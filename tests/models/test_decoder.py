@@ -22,7 +22,7 @@ from kvjax.engine.forward import exact_logits, layer_calls
 from kvjax.errors import KvjaxError
 from kvjax.models import Config, checkpoint, decoder
 from kvjax.models.decoder import MixtureOfExperts, output_projection_of
-from kvjax.models.kinds import AttentionKind, Experts, Latent, LayerKind, MlpKind, QueryTemperature, Scoring
+from kvjax.models.kinds import AttentionKind, Experts, GatedDelta, Latent, LayerKind, MlpKind, QueryTemperature, Scoring
 from kvjax.models.sharding import param_shardings
 from tests.models import decoder_oracle
 
@@ -71,6 +71,17 @@ def narrow_values() -> Config:
     return Config(V, D, kinds, (0, 1, 0))
 
 
+def gated_delta() -> Config:
+    recurrence = AttentionKind(6, 2, 6, None, value_dim=10, recurrence=GatedDelta(3))
+    attend = attention(Rope(4), qk_norm="head", qkv_bias=True, output_gate=True)
+    experts = Experts(6, 3, shared_width=10, shared_gate=True)
+    kinds = (
+        LayerKind(recurrence, MlpKind(40), unit_offset=True),
+        LayerKind(attend, MlpKind(14, experts=experts), unit_offset=True),
+    )
+    return Config(V, D, kinds, (0, 1, 0))
+
+
 CONFIGS = {
     "gemma": gemma(),
     "olmo": olmo(),
@@ -78,6 +89,7 @@ CONFIGS = {
     "deepseek": deepseek(),
     "deepseek lite": deepseek(None, "sigmoid"),
     "narrow values": narrow_values(),
+    "gated delta": gated_delta(),
 }
 
 
@@ -156,7 +168,7 @@ def test_bfloat16_rounds_and_nothing_more():
 
     A factor or an offset that is folded into the parameters would not: it moves logits by less than rounding does.
     """
-    for name in ("gemma", "deepseek"):
+    for name in ("gemma", "deepseek", "gated delta"):
         model, tokens = loud_model(name), tokens_of()
         params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), model.params)
         exact = [decoder_oracle.logits(model.config, params, row) for row in tokens]

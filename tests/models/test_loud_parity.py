@@ -128,6 +128,8 @@ def change(config: kvjax.models.Config, what: str, value) -> kvjax.models.Config
         ("gpt_oss", "attention.rope.scaling", None),
         ("phi3_longrope", "attention.rope.scaling", None),
         ("qwen3_moe", "mlp.experts.normalize", True),
+        ("qwen3_next", "attention.output_gate", False),
+        ("qwen3_next", "mlp.experts.shared_gate", False),
         ("deepseek_v2", "mlp.experts.top_groups", 3),
         ("deepseek_v2", "mlp.experts.factor", 1.0),
         ("deepseek_v2", "attention.scale", None),

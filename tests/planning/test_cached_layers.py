@@ -42,9 +42,7 @@ def held(model: PlannedModel) -> collections.Counter[tuple[int, int, int, int | 
     """Layers with a cache of their own by (key/value heads, width of keys, width of values, window)."""
     c = model.config
     kinds = (c.kind(i).attention for i in range(c.layers))
-    return collections.Counter(
-        (a.kv_heads, a.head_dim, a.value_dim, a.rule.window) for a in kinds if a.reads_layer is None
-    )
+    return collections.Counter((a.kv_heads, a.head_dim, a.value_dim, a.rule.window) for a in kinds if a.stored_numbers)
 
 
 @pytest.mark.parametrize("model", MODELS, ids=[model["name"] for model in MODELS])
@@ -114,7 +112,7 @@ ALTERNATING = ["sliding_attention", "sliding_attention", "sliding_attention", "f
         ("lfm2", {"layer_types": ["conv", "full_attention"] * 4, "num_key_value_heads": 4}, {(4, 32, 32, None): 4}),
         ("minimax_text_01", {"attn_type_list": [0, 0, 0, 1] * 2, "num_key_value_heads": 2}, {(2, 32, 32, None): 2}),
         (
-            "qwen3_next",
+            "new",
             {"full_attention_interval": 4, "head_dim": 64, "num_key_value_heads": 2, "linear_num_key_heads": 4},
             {(2, 64, 64, None): 2},
         ),
@@ -205,8 +203,8 @@ def test_each_way_of_saying_what_attends_is_read(model_type, keys, expected):
         ({"block_configs": [1] * 8}, "block_configs .*must describe each of 8 layers"),
         ({"is_encoder_decoder": True}, "a decoder alone can be planned for"),
         (
-            {"model_type": "qwen3_next", "linear_num_key_heads": 4},
-            "no num_key_value_heads, which model_type 'qwen3_next'",
+            {"model_type": "bamba", "mamba_d_state": 16},
+            "no num_key_value_heads, which model_type 'bamba'",
         ),
         ({"model_type": "bert"}, "attend to later ones"),
     ],

@@ -27,7 +27,7 @@ from kvjax.engine.modes import FullPrefill
 from kvjax.engine.plan import bind
 from kvjax.errors import KvjaxError
 from kvjax.models import Config
-from kvjax.models.kinds import AttentionKind, Experts, LayerKind, MlpKind
+from kvjax.models.kinds import AttentionKind, Experts, GatedDelta, LayerKind, MlpKind
 from kvjax.models.model import Model
 from kvjax.models.sharding import abstract_params, param_shardings
 from kvjax.planning.device_bytes import RESERVED, Setting, count_device_bytes
@@ -81,12 +81,13 @@ def test_bytes_are_those_of_the_shards_on_a_device(mesh):
 
 
 def measure_reading(method: str, config: Config, tokens: int) -> tuple[int, int]:
-    """Bytes of reading a prompt in a model of one layer: planned, and as this CPU's compiler reports them."""
+    """Bytes of reading a prompt in a model's first layer: planned, and as this CPU's compiler reports them."""
     setting = Setting(PlannedModel("x", config, "tests"), DEVICE, (1, 1), "float32", 0, None, 0.0)
     planned = count_device_bytes(setting, kvjax.parse(method), tokens, 1).prefill
     params = nn.unbox(abstract_params(dataclasses.replace(config, vocab_size=8), jnp.float32))
     layers = bind(method, config)
-    (call,) = layer_calls(layers, config, (num_layer_slots(layers[0], (tokens,), tokens),))
+    slots = tuple(num_layer_slots(layer, (tokens,), tokens) for layer in layers)
+    call, *_ = layer_calls(layers, config, slots)
     hidden = jax.ShapeDtypeStruct((1, tokens, config.width), jnp.float32)
     angles = ((jax.ShapeDtypeStruct((1, tokens, config.ropes[0].dim // 2), jnp.float32),) * 2,)
     lengths: Any = jax.ShapeDtypeStruct((1,), jnp.int32)
@@ -110,6 +111,14 @@ def test_reading_a_prompt_takes_what_the_compiler_reports_for_a_layer(method):
     keys_and_values = 2 * 4 * tokens * 256
     waiting = 0 if method in ("full", "streaming_llm:recent=252") else keys_and_values
     assert 1 <= (planned + waiting) / real and planned / real < 1.15
+
+
+def test_reading_a_prompt_takes_what_the_compiler_reports_for_a_recurrence():
+    recurrence = AttentionKind(4, 2, 64, None, value_dim=64, recurrence=GatedDelta())
+    kinds = tuple(LayerKind(a, MlpKind(32)) for a in (recurrence, AttentionKind(4, 2, 64, Rope(32))))
+    planned, real = measure_reading("full", Config(96, 256, kinds, (0, 1)), 4096)
+    keys_and_values = 2 * 4 * 4096 * 2 * 64  # of the other layer
+    assert 1 <= planned / (real + keys_and_values) < 1.15
 
 
 # Tables of Llama-3.1-8B's shape, which kvjax does not ship, take minutes to make.

@@ -30,7 +30,8 @@ def padded_width(num_tokens: int) -> int:
 class ContextReader:
     """Reads contexts under methods; the exact keys, values and queries of the latest ones are kept for other methods.
 
-    Contexts whose exact tensors are too large to be kept are read anew under each method.
+    Contexts whose exact tensors are too large to be kept are read anew under each method, and so are those of a model
+    with a recurrence, whose state is no tensor of keys and values.
 
     Args:
       model: the model.
@@ -51,7 +52,8 @@ class ContextReader:
         ids = [np.asarray(context).tolist() for context in contexts]
         model = model_for(self.model, ids, max(map(len, ids)) + headroom_tokens)
         most = self._most_bytes = self._max_exact_bytes() if self._most_bytes is None else self._most_bytes
-        if self._exact_bytes(len(contexts), width) > most:
+        has_recurrence = len(model.config.attention_layers) < model.config.layers
+        if has_recurrence or self._exact_bytes(len(contexts), width) > most:
             return read(model, contexts, method, headroom=headroom_tokens, width=width)
         key = width, tuple(map(tuple, ids)), model.config
         if key not in self._exact:

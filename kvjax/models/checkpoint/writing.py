@@ -32,7 +32,7 @@ from kvjax.models.checkpoint.manifest import (
     parameter_axes,
     part_names,
 )
-from kvjax.models.quantized_params import CHOICE_BIAS, find_dtype, is_codes, weights_of
+from kvjax.models.quantized_params import IN_FLOAT32, find_dtype, is_codes, weights_of
 from kvjax.utils.arguments import float_type
 from kvjax.utils.files import Unwritable, expand_user, lock, make_folder
 
@@ -157,7 +157,7 @@ def save(directory, config: Config, params: Mapping[str, Any], *, source="", ext
     flat: dict[str, Any] = flatten_dict(nn.unbox(params), sep="/")
     weights = weights_of({p: x.dtype for p, x in flat.items()})
     check_shapes(config, {p: jnp.shape(x) for p, x in flat.items()}, "the parameter tree", weights)
-    dtypes = {np.dtype(x.dtype) for p, x in flat.items() if not is_codes(p) and not p.endswith(f"/{CHOICE_BIAS}")}
+    dtypes = {np.dtype(x.dtype) for p, x in flat.items() if not is_codes(p) and not p.endswith(IN_FLOAT32)}
     dtype = dtypes.pop() if len(dtypes) == 1 else np.dtype("float32")
     with Writer(directory, config, dtype, source, extra_files=extra_files, replace=replace) as writer:
         for name in part_names(flat):
