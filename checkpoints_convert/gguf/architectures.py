@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from checkpoints_convert.families import FULL, IN_GROUPS, SLIDING, TEMPERATURE
+from checkpoints_convert.families import FULL, IN_GROUPS, LINEAR, SLIDING, TEMPERATURE
 from checkpoints_convert.hf_config import is_integer, is_number
 from kvjax.core.rope import longrope_length_factor, yarn_length_factor
 
@@ -47,7 +47,7 @@ class Architecture:
       read: reads what is its own: entries of config.json, and what is not supported.
       swaps_halves: whether the channels of queries and keys are stored in neighboring pairs, where Hugging Face has
         the first half of them and then the second.
-      adds_one: whether the scales of norms are stored plus one.
+      adds_one: whether the scales of norms are stored plus one; those of a recurrence never are.
     """
 
     model_type: str
@@ -68,6 +68,17 @@ SOFTMAX, SIGMOID = 1, 2
 WINDOW, PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 LOCAL_THETA = "rope.freq_base_swa"
 LOG_MULTIPLIER, GROWTH = "rope.scaling.yarn_log_multiplier", "attention.temperature_scale"
+RECURRENCE = {
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.time_step_rank": "linear_num_value_heads",
+}
+INNER_SIZE, INTERVAL, RECURRENT = "ssm.inner_size", "full_attention_interval", "attention.recurrent_layers"
+OF_QWEN35 = (*RECURRENCE, INNER_SIZE, INTERVAL, RECURRENT, "nextn_predict_layers")
+OF_SHARED_EXPERT = (
+    *(*EXPERTS, "expert_feed_forward_length", "expert_shared_feed_forward_length", "expert_weights_norm"),
+)
 OF_IMAGES = ("rope.dimension_sections", "n_deepstack_layers")
 """Keys of Qwen3-VL that change nothing for a text, whose tokens have one position, and no vectors of an image."""
 
@@ -100,6 +111,40 @@ def read_qwen3_moe(file: File) -> tuple[Entries, Problems]:
     if width is None and not problems:
         width = file.raw["intermediate_size"] // entries["num_experts_per_tok"]
     return entries | {"moe_intermediate_size": width, "norm_topk_prob": True, "decoder_sparse_step": 1}, problems
+
+
+def read_qwen35(file: File) -> tuple[Entries, Problems]:
+    """Qwen3.5: a gated delta rule in all layers but every fourth, or those that a list names."""
+    own, needed = file.own, (*RECURRENCE, INNER_SIZE)
+    if any(not is_integer(own.get(key)) or own[key] < 1 for key in needed):
+        return {}, [f"this GGUF file must have positive integers under {', '.join(needed)}; make it again"]
+    entries, problems = {theirs: own[key] for key, theirs in RECURRENCE.items()}, []
+    heads, kv_heads = own["ssm.time_step_rank"], own["ssm.group_count"]
+    if own[INNER_SIZE] % heads or heads % kv_heads:
+        problems.append(
+            f"{INNER_SIZE} {own[INNER_SIZE]}, ssm.time_step_rank {heads} and ssm.group_count {kv_heads} of this GGUF "
+            "file must be multiples of each other in this order; make it again"
+        )
+    entries |= {"linear_value_head_dim": own[INNER_SIZE] // heads, **_read_later_layers(file)}
+    layers, interval, listed = entries["num_hidden_layers"], own.get(INTERVAL, 4), own.get(RECURRENT)
+    if listed is None and is_integer(interval) and interval > 0:
+        entries[INTERVAL] = interval
+    elif isinstance(listed, list) and is_integer(layers) and len(listed) >= layers and all(x in (0, 1) for x in listed):
+        entries["layer_types"] = [LINEAR if x else FULL for x in listed[:layers]]
+    else:
+        problems.append(
+            f"{INTERVAL} is {interval!r:.80} and {RECURRENT} {listed!r:.80}: the first must be a positive integer, or "
+            "the second true or false for each layer; make the file again"
+        )
+    return entries, problems
+
+
+def read_qwen3_next(file: File) -> tuple[Entries, Problems]:
+    """Qwen3-Next, and Qwen3.5 with experts: the experts of Qwen3-MoE and one of all tokens."""
+    experts, problems = read_qwen3_moe(file)
+    entries, more = read_qwen35(file)
+    width = file.own.get("expert_shared_feed_forward_length", file.raw["intermediate_size"])
+    return experts | entries | {"shared_expert_intermediate_size": width}, problems + more
 
 
 def read_gpt_oss(file: File) -> tuple[Entries, Problems]:
@@ -353,6 +398,11 @@ ARCHITECTURES = {
     ),
     "qwen3vlmoe": Architecture(
         "qwen3_moe", (*EXPERTS, "expert_feed_forward_length", "expert_weights_norm", *OF_IMAGES), read_qwen3_moe
+    ),
+    "qwen3next": Architecture("qwen3_next", (*OF_QWEN35, *OF_SHARED_EXPERT), read_qwen3_next, adds_one=True),
+    "qwen35": Architecture("qwen3_5_text", (*OF_QWEN35, *OF_IMAGES), read_qwen35, adds_one=True),
+    "qwen35moe": Architecture(
+        "qwen3_5_moe_text", (*OF_QWEN35, *OF_SHARED_EXPERT, *OF_IMAGES), read_qwen3_next, adds_one=True
     ),
     "gemma": Architecture("gemma", (), lambda file: ({"hidden_act": "gelu_pytorch_tanh"}, []), adds_one=True),
     "gemma2": Architecture(

@@ -141,6 +141,8 @@ def make_config(
 def _list_values(own: Metadata) -> dict[str, tuple[str, Any]]:
     """Lists the numbers of an architecture by their keys: what each must be, and its value or default."""
     counts = {key: _read_count(own, key) for key in SIZES}
+    if counts["feed_forward_length"] is None:  # as in models with experts in all layers
+        counts["feed_forward_length"] = _read_count(own, "expert_feed_forward_length")
     if all(KINDS[COUNT](x) for x in counts.values()):  # the defaults of the others derive from these
         width, heads = counts["embedding_length"], counts["attention.head_count"]
         size = width // heads

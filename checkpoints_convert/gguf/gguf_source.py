@@ -15,7 +15,7 @@ from checkpoints_convert.gguf import config_json, header, tokenizer_files
 from checkpoints_convert.gguf.architectures import ARCHITECTURES
 from checkpoints_convert.gguf.config_json import ROPE_FACTORS
 from checkpoints_convert.gguf.header import StoredTensor
-from checkpoints_convert.gguf.stacks import STACKS, Stack
+from checkpoints_convert.gguf.stacks import Stack, list_stacks
 from checkpoints_convert.source import Tensor
 from kvjax.errors import KvjaxError
 
@@ -67,9 +67,9 @@ class GgufSource:
 
     def _list_stacks(self, num_layers: int) -> dict[str, tuple[Stack, tuple[str, ...]]]:
         """Lists the tensors that are made of others in the file, by Hugging Face's names."""
-        found = {}
+        found, stacks = {}, list_stacks(self.config)
         for i in range(num_layers):
-            for stack in STACKS.get(self.config["model_type"], ()):
+            for stack in stacks:
                 own_names = tuple(name.format(i=i) for name in stack.own_names)
                 name = stack.name.format(i=i)
                 if name not in found and all(own_name in self.stored for own_name in own_names):
@@ -120,10 +120,10 @@ class GgufSource:
         """Reads one tensor in Hugging Face's layout; codes are dequantized to float32."""
         if name in self.stacks:
             stack, own_names = self.stacks[name]
-            return stack.join(*(read_weights(self.stored[own_name]) for own_name in own_names))
+            return stack.restore(stack.join(*(read_weights(self.stored[own_name]) for own_name in own_names)))
         x = read_weights(self.stored[self.names[name]])
         architecture = ARCHITECTURES[self.metadata["general.architecture"]]
-        if architecture.adds_one and name.endswith("norm.weight"):
+        if architecture.adds_one and name.endswith("norm.weight") and ".linear_attn." not in name:
             # Rounds nothing that was not rounded when one was added.
             return x - x.dtype.type(1)
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])

@@ -32,7 +32,10 @@ ARCHITECTURES = {
     "olmo3": "olmo2",
     "phi3": "phi3",
     "qwen2": "qwen2",
+    "qwen3_5_moe_text": "qwen35moe",
+    "qwen3_5_text": "qwen35",
     "qwen3_moe": "qwen3moe",
+    "qwen3_next": "qwen3next",
     "seed_oss": "seed_oss",
     "smollm3": "smollm3",
 }
@@ -48,13 +51,56 @@ INSIDE = NAMES | {
     "mlp.gate": "ffn_gate_inp",
     "mlp.router": "ffn_gate_inp",
     "block_sparse_moe.gate": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
     "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
     "mlp.shared_experts.up_proj": "ffn_up_shexp",
     "mlp.shared_experts.down_proj": "ffn_down_shexp",
 }
+RECURRENCE = {
+    "A_log": "ssm_a",
+    "dt_bias": "ssm_dt.bias",
+    "conv1d.weight": "ssm_conv1d.weight",
+    "norm.weight": "ssm_norm.weight",
+    "out_proj.weight": "ssm_out.weight",
+    "in_proj_ba.weight": "ssm_ba.weight",
+    "in_proj_qkv.weight": "attn_qkv.weight",
+    "in_proj_z.weight": "attn_gate.weight",
+    "in_proj_b.weight": "ssm_beta.weight",
+    "in_proj_a.weight": "ssm_alpha.weight",
+}
 Tensors = dict[str, np.ndarray]
 EXPERT = {"w1": "gate", "w2": "down", "w3": "up", "gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 ONE_EXPERT = re.compile(r"experts\.(\d+)\.(\w+)\.weight")
+
+
+def tile_value_heads(config: dict[str, Any], name: str, x: np.ndarray) -> np.ndarray:
+    """Orders Qwen3.5's value heads: head 0 of key head 0, head 0 of key head 1, .., head 1 of key head 0, .."""
+    kv_heads, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    width = (
+        1 if name in ("A_log", "dt_bias", "in_proj_a.weight", "in_proj_b.weight") else config["linear_value_head_dim"]
+    )
+    before = 2 * kv_heads * config["linear_key_head_dim"] if name in ("conv1d.weight", "in_proj_qkv.weight") else 0
+    order = list(range(before))
+    for g in range(heads // kv_heads):
+        for n in range(kv_heads):
+            first = before + (n * (heads // kv_heads) + g) * width
+            order += range(first, first + width)
+    return x[:, order] if name == "out_proj.weight" else x if name == "norm.weight" else x[order]
+
+
+def recurrent_tensors(config: dict[str, Any], name: str, x: np.ndarray) -> Tensors:
+    """The tensors of a file that one of a layer's `linear_attn` becomes, by the ends of their names."""
+    if name == "in_proj_qkvz.weight":
+        heads, keys = config["linear_num_key_heads"], config["linear_key_head_dim"]
+        by_head, values = np.split(x, heads), x.shape[0] // heads // 2 - keys
+        parts = zip(*(np.split(head, [keys, 2 * keys, 2 * keys + values]) for head in by_head), strict=True)
+        q, k, v, gate = (np.concatenate(part) for part in parts)
+        return {"attn_qkv.weight": np.concatenate([q, k, v]), "attn_gate.weight": gate}
+    x = -np.exp(x) if name == "A_log" else x[:, 0] if name == "conv1d.weight" else x
+    return {RECURRENCE[name]: x if config["model_type"] == "qwen3_next" else tile_value_heads(config, name, x)}
 
 
 def own_tensors(config: dict[str, Any], tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -62,7 +108,8 @@ def own_tensors(config: dict[str, Any], tensors: dict[str, np.ndarray]) -> dict[
     kind, found, experts = config["model_type"], {}, defaultdict(dict)
     for name, x in tensors.items():
         outside = name.rsplit(".", 1)[0]
-        if kind.startswith("gemma") and name.endswith("norm.weight"):
+        is_shifted = kind.startswith(("gemma", "qwen3_next", "qwen3_5")) and ".linear_attn." not in name
+        if is_shifted and name.endswith("norm.weight"):
             x = x + np.float32(1)
         if outside in OUTSIDE:
             if not (outside == "lm_head" and config.get("tie_word_embeddings")):
@@ -71,7 +118,10 @@ def own_tensors(config: dict[str, Any], tensors: dict[str, np.ndarray]) -> dict[
         _, _, layer, inside = name.split(".", 3)
         module, _, suffix = inside.rpartition(".")
         own = f"blk.{layer}"
-        if match := ONE_EXPERT.search(inside):
+        if inside.startswith("linear_attn."):
+            parts = recurrent_tensors(config, inside.removeprefix("linear_attn."), x)
+            found |= {f"{own}.{name}": part for name, part in parts.items()}
+        elif match := ONE_EXPERT.search(inside):
             experts[f"{own}.ffn_{EXPERT[match[2]]}_exps.weight"][int(match[1])] = x
         elif inside == "mlp.experts.gate_up_proj":  # gpt-oss, here and in the next four
             found[f"{own}.ffn_gate_exps.weight"], found[f"{own}.ffn_up_exps.weight"] = (
@@ -93,6 +143,7 @@ def own_tensors(config: dict[str, Any], tensors: dict[str, np.ndarray]) -> dict[
             found[f"{own}.attn_v_b.weight"] = by_head[:, config["qk_nope_head_dim"] :]
         elif module == "post_attention_layernorm":
             is_after = kind in ("gemma2", "gemma3_text", "glm4_moe", "gpt_oss", "olmo2", "olmo3", "seed_oss")
+            is_after |= kind.startswith(("qwen3_next", "qwen3_5"))
             found[f"{own}.{'post_attention_norm' if is_after else 'ffn_norm'}.weight"] = x
         else:
             heads = {"self_attn.q_proj": "num_attention_heads", "self_attn.k_proj": "num_key_value_heads"}.get(module)
@@ -163,6 +214,7 @@ def own_metadata(config: dict[str, Any]) -> dict[str, Any]:
     }
     keys |= {own: float(config[theirs]) for theirs, own in factors.items() if theirs in config}
     counts = {
+        "num_experts": "expert_count",
         "num_local_experts": "expert_count",
         "n_routed_experts": "expert_count",
         "num_experts_per_tok": "expert_used_count",
@@ -170,6 +222,11 @@ def own_metadata(config: dict[str, Any]) -> dict[str, Any]:
         "topk_group": "expert_group_used_count",
         "n_shared_experts": "expert_shared_count",
         "moe_intermediate_size": "expert_feed_forward_length",
+        "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+        "linear_conv_kernel_dim": "ssm.conv_kernel",
+        "linear_key_head_dim": "ssm.state_size",
+        "linear_num_key_heads": "ssm.group_count",
+        "linear_num_value_heads": "ssm.time_step_rank",
         "first_k_dense_replace": "leading_dense_block_count",
         "q_lora_rank": "attention.q_lora_rank",
         "kv_lora_rank": "attention.kv_lora_rank",
@@ -177,6 +234,11 @@ def own_metadata(config: dict[str, Any]) -> dict[str, Any]:
         "qk_head_dim": "attention.key_length_mla",
     }
     keys |= {own: config[theirs] for theirs, own in counts.items() if config.get(theirs) is not None}
+    if "linear_num_value_heads" in config:
+        keys["ssm.inner_size"] = config["linear_num_value_heads"] * config["linear_value_head_dim"]
+        keys["full_attention_interval"] = config["layer_types"].index("full_attention") + 1
+    if "mrope_section" in rope:
+        keys["rope.dimension_sections"] = [*rope["mrope_section"], 0]
     if kind == "ministral3":
         keys["rope.scaling.yarn_log_multiplier"] = rope["mscale_all_dim"]
         keys["attention.temperature_scale"] = rope["llama_4_scaling_beta"]
@@ -213,7 +275,9 @@ def write_family(
             add_value(writer, f"{writer.arch}.{key}", x)
     writer.add_bos_token_id(config["bos_token_id"])
     writer.add_eos_token_id(config["eos_token_id"])
-    tensors = change(own_tensors(config, read_tensors(directory)))
+    decoder = {name.replace(".language_model.", "."): x for name, x in read_tensors(directory).items()}
+    decoder = {name: x for name, x in decoder.items() if ".visual." not in name}
+    tensors = change(own_tensors(config, decoder))
     for key in ("long", "short"):
         if factors := config["rope_scaling"].get(f"{key}_factor"):
             tensors[f"rope_factors_{key}.weight"] = np.array(factors, np.float32)

@@ -67,8 +67,9 @@ def llama3_factors(config: dict[str, Any]) -> np.ndarray | None:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Reads config.json, with the RoPE of transformers 5 spelled as in 4."""
+    """Reads config.json, that of the text decoder, with the RoPE of transformers 5 spelled as in 4."""
     config = json.loads((directory / "config.json").read_text())
+    config = config.get("text_config", config)
     rope = config.pop("rope_parameters", None) or {}
     return {"rope_scaling": rope, "rope_theta": 10_000.0} | rope | config
 

@@ -21,6 +21,7 @@ from checkpoints_convert.gguf.architectures import ARCHITECTURES, File
 from checkpoints_convert.gguf.stacks import STACKS
 from kvjax.core.rope import longrope_scaling, yarn_scaling
 from kvjax.errors import KvjaxError
+from kvjax.models.quantized_params import LOG_RATE
 from tests.checkpoints_convert.conftest import Editable
 from tests.checkpoints_convert.gguf.family_files import ARCHITECTURES as WRITTEN
 from tests.checkpoints_convert.gguf.family_files import split_experts, write_family
@@ -43,6 +44,9 @@ CHANGES = {
     "olmo2": {},
     "olmo3": {},
     "phi3_longrope": {},
+    "qwen3_5": {},
+    "qwen3_5_moe": {},
+    "qwen3_next": {"mlp_only_layers": [], "attention_bias": False},
     "qwen3_moe": {"num_hidden_layers": 1, "mlp_only_layers": [], "norm_topk_prob": True},
     "seed_oss": {},
     "smollm3": {"num_hidden_layers": 4, "no_rope_layers": None, "use_sliding_window": False, "layer_types": None},
@@ -64,11 +68,16 @@ def directory(hf, request) -> Path:
     kept = {}
     for tensor, x in load_file(editable.file).items():
         layer = re.match(r"model\.layers\.(\d+)\.", tensor)
-        if (layer and int(layer[1]) >= layers) or (name.startswith("deepseek_v") and tensor.endswith(".bias")):
+        has_no_biases = name.startswith("deepseek_v") or name == "qwen3_next"
+        if (layer and int(layer[1]) >= layers) or (has_no_biases and tensor.endswith(".bias")):
             continue
         kept[tensor] = x
         if name == "smollm3" and layer and layer[1] == "0":  # the fourth layer, which has no RoPE
             kept[tensor.replace("layers.0.", "layers.3.")] = x
+        if name == "qwen3_next" and ".0.mlp." in tensor:  # the second layer, which has no experts
+            kept[tensor.replace(".0.mlp.", ".1.mlp.")] = x
+    if name == "qwen3_next":
+        kept = {tensor: x for tensor, x in kept.items() if not re.search(r"\.1\.mlp\.\w+_proj", tensor)}
     save_file(kept, editable.file)
     return editable.config(**changes) if changes else editable.directory  # null keys mean something in some families
 
@@ -77,6 +86,9 @@ def assert_same(ours, theirs) -> None:
     ours, theirs = (flatten_dict(tree, sep="/") for tree in (ours, theirs))
     assert ours.keys() == theirs.keys()
     for path, x in theirs.items():
+        if path.endswith(LOG_RATE):  # which a file has without the logarithm
+            np.testing.assert_allclose(ours.pop(path), x, rtol=1e-6, atol=1e-6, err_msg=path)
+            continue
         np.testing.assert_array_equal(ours[path], x, err_msg=path)
 
 
@@ -108,6 +120,38 @@ def test_a_file_of_qwen3_vl_is_that_of_qwen3(hf, tmp_path):
         (config, parameters), (of_images, its_parameters) = files
         assert config == of_images
         assert_same(its_parameters, parameters)
+
+
+@pytest.mark.parametrize("directory", ["qwen3_next"], indirect=True)
+def test_files_of_qwen3_next_say_one_thing_in_several_ways(directory, tmp_path):
+    tensors = load_file(directory / "model.safetensors")
+
+    def change(own):
+        for i in (0, 2):  # as in the oldest files, which do not divide this projection
+            del own[f"blk.{i}.attn_qkv.weight"], own[f"blk.{i}.attn_gate.weight"]
+            joined = tensors[f"model.layers.{i}.linear_attn.in_proj_qkvz.weight"]
+            own[f"blk.{i}.ssm_in.weight"] = joined.astype(np.float32)
+            own[f"blk.{i}.ffn_gate_inp_shexp.weight"] = own[f"blk.{i}.ffn_gate_inp_shexp.weight"][0]
+        # A block that predicts later tokens.
+        return own | {f"blk.3.{name}.weight": np.ones(16, np.float32) for name in ("attn_norm", "nextn.enorm")}
+
+    keys = {"full_attention_interval": None, "attention__recurrent_layers": [True, False, True, False]}
+    keys |= {"block_count": 4, "nextn_predict_layers": 1}
+    config, parameters = read(write_family(directory, tmp_path / "a.gguf", change=change, **keys))
+    expected_config, expected = read(directory)
+    assert config == dataclasses.replace(expected_config, eos_ids=config.eos_ids)
+    assert_same(parameters, expected)
+    # Without dense layers a file need not say how wide they would be.
+    file = write_family(directory, tmp_path / "b.gguf", feed_forward_length=None)
+    assert plan_conversion(open_source(file)).config == config
+
+
+def test_a_rate_of_decay_that_has_no_logarithm_is_refused(hf, tmp_path):
+    def change(own):
+        return own | {"blk.1.ssm_a": -own["blk.1.ssm_a"]}
+
+    with pytest.raises(KvjaxError, match="tensors ssm_a of this GGUF file must be negative"):
+        read(write_family(hf("loud/qwen3_5").directory, tmp_path / "model.gguf", change=change))
 
 
 WIDE = {"hidden_size": 32, "intermediate_size": 32}
@@ -274,6 +318,11 @@ def test_yarn_and_longrope_have_the_parameters_of_the_file(hf, tmp_path):
         ("glm4_moe", {"rope__dimension_sections": [2, 1, 1]}, "glm4moe.rope.dimension_sections"),
         ("deepseek_v2_lite", {"expert_weights_norm": True}, "expert_weights_norm is true"),
         ("deepseek_v2_lite", {"attention__kv_lora_rank": None}, "does not say kv_lora_rank in positive integers"),
+        ("qwen3_5", {"ssm__state_size": None}, "must have positive integers under ssm.conv_kernel, ssm.state_size"),
+        ("qwen3_5", {"ssm__inner_size": 62}, "ssm.inner_size 62, ssm.time_step_rank 6 and .* must be multiples"),
+        ("qwen3_5", {"attention__recurrent_layers": [True]}, "recurrent_layers .* true or false for each layer"),
+        ("qwen3_5", {"full_attention_interval": 0}, "full_attention_interval is 0 .* must be a positive integer"),
+        ("qwen3_5_moe", {"expert_count": None}, "positive integers under expert_count, expert_used_count"),
         ("mixtral", {"expert_used_count": None}, "positive integers under expert_count, expert_used_count"),
         ("gpt_oss", {"rope__freq_base_swa": 5.0}, "rope.freq_base_swa is 5.0: another RoPE in layers with a window"),
         ("gemma3", {"attention__sliding_window_pattern": [True]}, "must be an integer, or true or false for each"),
