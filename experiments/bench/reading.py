@@ -130,7 +130,8 @@ def iterate_programs(
         Target(config, mesh),
         config.pattern.index(config.kinds.index(call.kind)),
     )
-    few = config.with_layers(config.pattern[: index + 1])
+    # A config needs a layer with attention.
+    few = config.with_layers(config.pattern[: max(index, config.attention_layers[0]) + 1])
     params = nn.unbox(abstract_params(few, dtype))
     if mesh is not None:
         params = jax.tree.map(lambda x, at: place(x, at.spec, mesh), params, param_shardings(few, mesh))
@@ -168,7 +169,7 @@ def iterate_programs(
     start = {"start": jax.ShapeDtypeStruct((), jnp.int32)}
     arguments = inputs(row.chunk or own_chunk or T) | start | {"state": prompt}
     yield "layer", jax.jit(read_chunk, donate_argnames=("hidden", "state")), arguments
-    if own_chunk:  # the layer has made its state of the chunk
+    if own_chunk or heads.recurrence is not None:  # the layer has made its state of the chunk
         return
     if call.layer.needs.output_projection:
         shape = (1, heads.kv_heads, heads.groups, heads.value_dim, config.width)
@@ -215,13 +216,15 @@ def add_up(row: Row, workspaces: dict[str, int]) -> int:
 
     def exact(x: Any) -> int:
         a, n = x.kind.attention, x.needs
+        if a.recurrence is not None:
+            return x.device_bytes()["device"]
         queries = T if n.observed_queries is None else n.observed_queries
         numbers = a.kv_heads * T * (a.head_dim + a.value_dim) + a.heads * queries * a.head_dim
         return B * (2 * numbers + (4 * a.kv_heads * T if n.replay else 0)) // row.num_devices
 
     own, largest = [x for x in layers if x.has_cache], max(exact(x) for x in layers if x.has_cache)
     own_chunk = min((x.needs.prompt_chunk for x in own if x.needs.prompt_chunk), default=0)
-    state = min(x.device_bytes()["device"] for x in own)
+    state = min(x.device_bytes()["device"] for x in own if x.kind.attention.recurrence is None)
     everything, is_replayed = sum(x.count * exact(x) for x in own), "replay" in workspaces
     waits = any(x.needs.global_budget or x.needs.replay or x.needs.paired_layer for x in layers)
     most = {}

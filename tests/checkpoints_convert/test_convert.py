@@ -422,6 +422,9 @@ def test_kernels_are_written_in_codes(tmp_path, capsys, family, weights):
             "1 layer, 4 heads on 2 of 8, an MLP 24 wide (gelu_tanh), RoPE",
         ),
         ("loud/gpt_oss", "the MLP, learned sinks"),
+        ("loud/qwen3_5", "a gated delta rule after a convolution over 3 tokens, values of 10, norms times 1 + scale"),
+        ("loud/qwen3_next", "each 8 wide (silu) and a shared one 10 wide with a gate, a gated delta rule"),
+        ("loud/qwen3_next", "RoPE of 4 channels (theta 100), a gate of the output, norms of queries and keys"),
     ],
 )
 def test_inspect_describes_layers_in_words(family, words):
@@ -429,6 +432,15 @@ def test_inspect_describes_layers_in_words(family, words):
     layers = [value for label, value in lines.items() if label.startswith("layers")]
     assert any(words in value for value in layers)
     assert not any(re.search(r"[A-Z]\w+\(\w+=|\w+=None", value) for value in lines.values())
+
+
+def test_inspect_counts_a_recurrent_state_by_itself():
+    lines = describe(ROOT / "loud" / "qwen3_5")
+    # Two layers of two key heads: the inputs of two earlier tokens, and for each of three value heads a matrix.
+    state = 2 * 2 * (2 * 2 * (2 * 6 + 3 * 10) + 4 * 3 * 6 * 10)
+    assert lines["recurrent state"] == f"{state:,} bytes a sequence of any length, in bfloat16"
+    assert lines["KV per token"] == f"{2 * 2 * 2 * 8} bytes in bfloat16"
+    assert "recurrent state" not in describe(ROOT / "loud" / "mixtral")
 
 
 def test_inspect_says_that_images_are_not_read():

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import Mesh
 
 import kvjax
-from kvjax import cache_ops, custom_decoder, functional
+from kvjax import cache_ops, calibrate, custom_decoder, functional
 from kvjax.cache.protocol import num_layer_slots
 from kvjax.cache.recurrent_layer import RecurrentLayer, RecurrentState
 from kvjax.core.attention import Rule
@@ -249,6 +249,10 @@ NO_ROLLBACK = (
         ),
         (lambda c: kvjax.reuse.read_packed(c.model, prompts(), "full"), "recurrent state.*kvjax.read"),
         (lambda c: kvjax.cachegen.write("unwritten", c), "layer 0 of this model has none: it holds a recurrent"),
+        (
+            lambda c: calibrate.count_arrays(c.model, "bases", prompts()),
+            "kvjax calibrate takes keys and values of every layer, and layer 0 of this model has none",
+        ),
         (lambda c: explore(c.model, prompts()[0], "full", 1), "hold a recurrent state and no tokens"),
         (lambda c: functional.bind("minicache:start=0.0", CONFIG), "no two neighbors with keys and values.*by itself"),
         (
