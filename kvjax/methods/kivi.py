@@ -15,6 +15,7 @@ def kivi(
     residual: int = 128,
     one_bit: Literal["improved", "original"] = "improved",
     kernel: Literal["auto", "xla", "pallas"] = "auto",
+    sinks: kv.NonNegativeInt = 0,
 ) -> kv.Method:
     """Quantizes keys in groups of tokens per channel and values in groups of channels per token, to 1, 2, 4 or 8 bits.
 
@@ -35,10 +36,13 @@ def kivi(
       residual: recent tokens in full precision (the paper: 128).
       one_bit: levels of one-bit codes, "improved" (SpeCache, eq. 3) or "original" (KIVI's rule).
       kernel: "auto", "xla" or "pallas", see `kvjax.method_api.Full`.
+      sinks: first tokens that are stored exactly as well (the paper: none).
 
     Reference:
       KIVI, Liu et al. 2024, arXiv 2402.02750; one bit: SpeCache, arXiv 2503.16163, section 3.4
     """
-    keys = kv.Kivi(bits, group, "channel", residual, one_bit)
-    values = kv.Kivi(bits, group, "token", residual, one_bit)
+    keys: kv.Codec = kv.Kivi(bits, group, "channel", residual, one_bit)
+    values: kv.Codec = kv.Kivi(bits, group, "token", residual, one_bit)
+    if sinks:
+        keys, values = kv.ExactPrefix(keys, sinks), kv.ExactPrefix(values, sinks)
     return kv.Method(k=keys, v=values, read=kv.Full(kernel))

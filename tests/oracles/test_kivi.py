@@ -116,6 +116,25 @@ def test_kivi_equals_the_paper(bits, group, one_bit):
     np.testing.assert_allclose(out, oracle_outputs(batch, bits, group, one_bit), atol=3e-6)
 
 
+class WithSinks(kivi.KiviCache):
+    """The oracle whose first two tokens never become codes for those who read them."""
+
+    def visible_keys(self) -> np.ndarray:
+        return np.concatenate([np.array(self.k[:2], np.float64), super().visible_keys()[2:]])
+
+    def visible_values(self) -> np.ndarray:
+        return np.concatenate([np.array(self.v[:2], np.float64), super().visible_values()[2:]])
+
+
+def test_sinks_stay_exact(monkeypatch):
+    batch = random_batch(seed=4)
+    without = oracle_outputs(batch, 2, 8)
+    monkeypatch.setattr(kivi, "KiviCache", WithSinks)
+    expected = oracle_outputs(batch, 2, 8)
+    np.testing.assert_allclose(decode(methods.kivi(2, 8, R, sinks=2), batch), expected, atol=3e-6)
+    assert np.abs(expected - without).max() > 0.1
+
+
 def test_kivi_equals_the_paper_in_a_sliding_window():
     batch = random_batch(seed=5)
     out = decode(methods.kivi(2, 8, R), batch, window=11)

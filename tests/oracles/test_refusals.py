@@ -131,6 +131,7 @@ REFUSED = {
     "keyformer:recent=0": "recent must be at least 1, got 0",
     "keyformer:budget=3,recent=4": "budget must be at least recent=4, got 3",
     "keyformer:tau=0": "above 0",
+    "kivi:sinks=-1": "sinks must be 0 or more, got -1",
     "kivi:bits=3,group=8,residual=8": r"\b3\b.*\b[24]\b",
     "kivi:bits=16,group=8,residual=8": "bits must be one of 1, 2, 4, 8, got 16",
     "kivi:bits=0,group=8,residual=8": "bits must be one of 1, 2, 4, 8, got 0",
