@@ -40,7 +40,9 @@ FACTORS = {"": 1, "k": 1024, "m": 1024**2}
 def run(args: argparse.Namespace) -> None:
     """Runs the command."""
     model, methods, mesh = find_model(args.model), resolve(args.method), parse_mesh(args.mesh)
-    contexts = list(dict.fromkeys(parse_tokens(word) for word in args.context.split(",") if word.strip()))
+    words = [word for word in args.context.split(",") if word.strip()]
+    forms = "65536 or 64k, several with commas"
+    contexts = list(dict.fromkeys(parse_tokens(word, forms=forms) for word in words))
     if not contexts:
         raise KvjaxError(f"no context in {args.context!r}; for example --context 32k,128k")
     if args.plot is not None:
@@ -90,11 +92,11 @@ def replace_figures(hardware: Hardware, args: argparse.Namespace) -> Hardware:
     return dataclasses.replace(hardware, **figures)
 
 
-def parse_tokens(text: str) -> int:
-    """Reads a number of tokens, as "65536" or "64k"; raises KvjaxError for anything else."""
+def parse_tokens(text: str, option: str = "--context", forms: str = "65536 or 64k") -> int:
+    """Reads a number of tokens, as "65536" or "64k"; raises KvjaxError with the option for anything else."""
     match = re.fullmatch(r"(\d{1,9})([km]?)", text.strip().lower())
     if match is None or not int(match[1]):
-        raise KvjaxError(f"--context {text!r:.80} is no number of tokens; write 65536 or 64k, several with commas")
+        raise KvjaxError(f"{option} {text!r:.80} is no number of tokens; write {forms}")
     return int(match[1]) * FACTORS[match[2]]
 
 

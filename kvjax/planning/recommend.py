@@ -8,21 +8,23 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.progress import Progress
 
-from kvjax.errors import KvjaxError
+from kvjax.errors import KvjaxError, KvjaxWarning
 from kvjax.eval.page.paired_difference import BITS, SCORE, RecordedRun
+from kvjax.eval.page.summary import length_of
 from kvjax.eval.run import equal_bytes, store
 from kvjax.eval.run.compare import compare
 from kvjax.eval.run.comparison import Comparison
 from kvjax.eval.run.equal_bytes import FittedMethod, fit_methods
 from kvjax.eval.run.progress import bars
-from kvjax.eval.tasks import symbols
+from kvjax.eval.tasks import own_questions, suite, symbols
 from kvjax.eval.tasks.case import Spec
 from kvjax.eval.tasks.data_files import resolve_text_path
 from kvjax.eval.tasks.texts import PREDICTED_TOKENS
@@ -51,7 +53,8 @@ lose least, fewer bits alone, and the best known ways to choose tokens."""
 LENGTH = 2048  # most tokens of a context that is tried by default, so that a recommendation takes minutes
 CONTEXTS, QUESTIONS = 16, 4
 MAX_NAMED = 3  # methods of a line; more are counted
-UNITS = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+LEAST_LENGTH = 64  # tokens of a context that an error proposes
+UNITS = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 RESULT, PICTURE, TEXTS = "recommendation.json", "recommendation.png", "texts.txt"
 
 
@@ -162,7 +165,8 @@ def recommend(
 
     Raises:
       KvjaxError: before anything runs, for texts that are too short or cannot be read, a budget in which nothing or
-        everything fits, and questions without answers.
+        everything fits, questions without answers or about longer texts, and a folder with answers about other texts;
+        later, where every candidate fails.
 
     Example:
       >>> from kvjax.planning.recommend import recommend
@@ -176,28 +180,55 @@ def recommend(
     length = arguments.integer("length", min(context, LENGTH) if length is None else length)
     names = list(resolve(candidates))
     out = make_folder(expand_user(out), "out")
-    text, num_files = read_texts(texts)
+    text, num_files, skipped = read_texts(texts)
     check_amount(model, text, length, texts)
-    write_text(out / TEXTS, text)
+    check_same_texts(out, text, texts)
     setting = None if hardware is None else make_setting(model, hardware)
     share = choose_share(model, budget, context, setting)
-    say(f"{display.count(num_files, 'file')}; {float(share):.1%} of the exact cache's bytes at {context:,} tokens")
-    fitted, notes = fit_candidates(model, names, share, context, length, setting)
-    for note in notes:
-        say(note)
-    tasks = ["shared" if symbols.knows_symbols(model) else "planted", *(["questions"] if questions else []), "ppl"]
+    say(f"{display.count(num_files, 'file')}; {format_share(share)} of the exact cache's bytes at {context:,} tokens")
+    notes = []
+
+    def note(line: str) -> None:
+        notes.append(line)
+        say(line)
+
+    if skipped:
+        more = f" and {len(skipped) - MAX_NAMED} more" if len(skipped) > MAX_NAMED else ""
+        note(f"no UTF-8 texts, and not read: {', '.join(skipped[:MAX_NAMED])}{more}")
+    if (longest := max(context, length)) > model.config.max_positions:
+        note(
+            f"{longest:,} tokens are beyond the {model.config.max_positions:,} positions that {model.name} was made "
+            "for: methods that keep true positions fail there, full too"
+        )
+    fitted, left_out = fit_candidates(model, names, share, context, length, setting)
+    for line in left_out:
+        note(line)
+    tasks = [
+        "shared" if symbols.knows_symbols(model) else "planted",
+        *(["questions"] if questions is not None else []),
+        "ppl",
+    ]
     data = None if questions is None else expand_user(questions)
+    write_text(out / TEXTS, text)
     spec = Spec((length,), contexts, QUESTIONS, seed=seed, text=out / TEXTS, data=data)
-    options: dict[str, Any] = {"batch": batch, "progress": progress, "announce": announce, "left_out": say}
+    if questions is not None:
+        with warnings.catch_warnings():  # they are given when the questions are asked
+            warnings.simplefilter("ignore", KvjaxWarning)
+            suite.cases(model, ["questions"], spec)  # texts that are all too long are an error, and not left out
+    options: dict[str, Any] = {"batch": batch, "progress": progress, "announce": announce, "left_out": note}
     tried = list(dict.fromkeys(["full", *(trial.method for _, trial in fitted)]))
-    rows = compare(model, tried, tasks, spec, out, **options)
-    run = RecordedRun(r for r in store.read(out) if r["method"] in tried and r["task"] in tasks)
+    rows, failed = try_methods(model, tried, tasks, spec, out, **options)
+    for method, problem in failed.items():
+        tried.remove(method)
+        note(f"{method} is left out: {problem}")
+    run = RecordedRun(shared_records(store.read(out), tried, tasks, length))
     winner, equals = rank(run, tried[1:])
     if speed:
         say(f"the speed of {winner} and of full")
-        options |= {"progress": False, "announce": None}
+        options |= {"progress": False, "announce": None, "left_out": _say_nothing}
         rows = compare(model, ["full", winner], tasks, spec, out, **options, speed=True)
-    rows = Comparison(tuple(row for row in rows if row.method in tried and row.task in tasks))
+    # The folder may hold answers of an earlier command, of other methods and lengths.
+    rows = Comparison(tuple(r for r in rows if r.method in tried and r.task in tasks and r.length == length))
     method = next(final.method for final, trial in fitted if trial.method == winner)
     notes += describe(run, rows, winner, equals, length, context)
     found = Recommendation(method, context, share, rows, winner, equals, tuple(notes))
@@ -209,30 +240,93 @@ def _say_nothing(line: str) -> None:
     pass
 
 
-def read_texts(path: Path | str) -> tuple[str, int]:
-    """Reads a file, or all UTF-8 files of a folder in the order of their paths; returns the text, and how many.
+def try_methods(
+    model: Model, methods: Sequence[str], tasks: Sequence[str], spec: Spec, out: Path, **options: Any
+) -> tuple[Comparison, dict[str, str]]:
+    """Asks `full`, which comes first, and the candidates; where one fails, each by itself, and the others go on.
 
-    A name of `NAMED_TEXTS`, such as "essays", is the text that a package brings.
+    Returns:
+      The rows of `compare`, with its `options`, and the reason for each candidate that failed.
+
+    Raises:
+      KvjaxError: all candidates fail. An error that `full` has as well, as one of the folder or the texts, is its own.
+    """
+    try:
+        return compare(model, methods, tasks, spec, out, **options), {}
+    except Exception as e:  # of a method, which may be the user's
+        problem = e
+    full, *candidates = methods
+    # Answers that were given are in the folder, and are not asked for again.
+    options |= {"left_out": _say_nothing}
+    rows, failed = compare(model, [full], tasks, spec, out, **options), {}
+    for method in candidates:
+        try:
+            rows = compare(model, [method], tasks, spec, out, **options)
+        except Exception as e:
+            failed[method] = f"it fails with {type(e).__name__}: {e!s:.200}"
+    if len(failed) == len(candidates):
+        reasons = "; ".join(f"{method}: {reason}" for method, reason in failed.items())
+        raise KvjaxError(f"no candidate runs to its end; give others (--candidates): {reasons}") from problem
+    return rows, failed
+
+
+def shared_records(records: Iterable[Any], methods: Sequence[str], tasks: Sequence[str], length: int) -> list[Any]:
+    """Returns the records of contexts that all methods have answered, at one length.
+
+    A folder may hold answers of an earlier command about more contexts or other lengths, which some methods lack.
+    """
+    wanted = [r for r in records if r["method"] in methods and r["task"] in tasks and length_of(r) == length]
+    contexts = [{(r["task"], r["key"]) for r in wanted if r["method"] == method} for method in methods]
+    shared = set.intersection(*contexts)
+    return [r for r in wanted if (r["task"], r["key"]) in shared]
+
+
+def read_texts(path: Path | str) -> tuple[str, int, list[str]]:
+    """Reads a file, or all UTF-8 files of a folder in the order of their paths.
+
+    A name of `NAMED_TEXTS`, such as "essays", is the text that a package brings. Files whose name begins with a dot are
+    left out.
+
+    Returns:
+      The text, the number of files, and the names of those that are no text.
     """
     path = resolve_text_path(path)
     if not path.exists():
         raise KvjaxError(f"there are no texts at {path}; give a UTF-8 file, or a folder of such files")
     files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
-    texts = []
+    texts, skipped = [], []
     for file in files:
         if any(part.startswith(".") for part in file.relative_to(path).parts):
             continue
         try:
             text = file.read_bytes().decode("utf-8-sig")
-        except UnicodeDecodeError:
+        except (UnicodeDecodeError, OSError) as e:
             if file == path:
-                raise KvjaxError(f"{path} is no UTF-8 text; give a text file, or a folder of such files") from None
-            continue
-        if text.strip() and "\0" not in text:
+                raise KvjaxError(
+                    f"{path} is no UTF-8 text that can be read ({e}); give one, or a folder of them"
+                ) from e
+            text = "\0"
+        if "\0" in text:
+            skipped.append(str(file.relative_to(path)))
+        elif text.strip():
             texts.append(text.strip())
     if not texts:
         raise KvjaxError(f"{path} holds no UTF-8 file with a text; give a text file, or a folder of such files")
-    return "\n\n".join(texts) + "\n", len(texts)
+    return "\n\n".join(texts) + "\n", len(texts), skipped
+
+
+def check_same_texts(out: Path, text: str, name: str | Path) -> None:
+    """Raises KvjaxError for a folder whose answers are about other texts."""
+    kept = out / TEXTS
+    if (out / store.RECORDS).is_file() and kept.is_file() and kept.read_bytes() != text.encode():
+        raise KvjaxError(
+            f"{out} keeps answers about other texts than those of {name}; choose another folder (--out), or delete it"
+        )
+
+
+def format_share(share: Fraction) -> str:
+    """Formats a fraction in percent, never as 0."""
+    return f"{float(share):.1%}" if share >= Fraction(1, 1000) else f"{100 * float(share):.2g}%"
 
 
 def check_amount(model: Model, text: str, length: int, name: str | Path) -> None:
@@ -241,10 +335,11 @@ def check_amount(model: Model, text: str, length: int, name: str | Path) -> None
     # A prefix says enough: a tokenizer has at most one token for each byte.
     found = len(model.text_tokenizer().encode_continuation(text[: 64 * needed], parse_special=False))
     if found < needed:
-        most = max(found - PREDICTED_TOKENS, found // 2, 1)
+        most = max(found - PREDICTED_TOKENS, found // 2)
+        shorter = f", or length={most} (--length {most}), so that shorter contexts are tried"
         raise KvjaxError(
             f"{name} has {found:,} tokens, and a context of {length:,} with what follows takes {needed:,}; give more "
-            f"text, or length={most} (--length {most}), so that shorter contexts are tried"
+            f"text{shorter if most >= LEAST_LENGTH else ''}"
         )
 
 
@@ -272,10 +367,11 @@ def choose_share(model: Model, budget: str | None, context: int, setting: Settin
             )
         share, name = Fraction(left, full), f"what {setting.hardware.name} has left"
     else:
-        share, name = parse_budget(budget or "25%", full), f"the budget of {budget or '25%'}"
-    if share > 1:
+        budget = "25%" if budget is None else budget
+        share, name = parse_budget(budget, full), f"the budget of {budget}"
+    if share >= 1:
         raise KvjaxError(
-            f"the exact cache takes {full / 1e9:.3g} GB for {context:,} tokens, less than {name}: use full, or give "
+            f"the exact cache takes {full / 1e9:.3g} GB for {context:,} tokens, no more than {name}: use full, or give "
             "a longer context, or a smaller budget such as 25%"
         )
     return share
@@ -283,8 +379,10 @@ def choose_share(model: Model, budget: str | None, context: int, setting: Settin
 
 def parse_budget(text: str, full: int) -> Fraction:
     """Parses "25%", "1/4", "0.25" or bytes such as "2GB" as a fraction of `full` bytes."""
+    if not isinstance(text, str):
+        raise KvjaxError(f"budget {text!r:.60} is no text; write it as '25%' or '2GB'")
     word = text.strip()
-    match = re.fullmatch(r"(\d{1,12}(?:\.\d{1,12})?)\s*(%|[KMG]i?B|B)", word, re.IGNORECASE)
+    match = re.fullmatch(r"(\d{1,12}(?:\.\d{1,12})?)\s*(%|[KMGT]i?B|B)", word, re.IGNORECASE)
     if match is None:
         try:
             (share,) = equal_bytes.parse_shares(word)
@@ -317,13 +415,16 @@ def fit_candidates(
             left_out.append(f"{name} is left out: {e}")
             continue
         if not final.method or not trial.method:
-            left_out.append(f"{name} is left out: at its smallest it takes more than {float(share):.1%}")
+            left_out.append(f"{name} is left out: at its smallest it takes more than {format_share(share)}")
         elif setting is not None and (problem := describe_excess(setting, final.method, context)):
             left_out.append(f"{final.method} is left out: {problem}")
         elif all(trial.method != other.method for _, other in fitted):
             fitted.append((final, trial))
     if not fitted:
-        raise KvjaxError(f"no candidate takes at most {float(share):.1%}: {'; '.join(left_out)}")
+        raise KvjaxError(
+            f"no candidate takes at most {format_share(share)}: {'; '.join(left_out)}. Give a larger budget, a longer "
+            "context, or other candidates"
+        )
     return fitted, left_out
 
 
@@ -403,12 +504,17 @@ def run(args: argparse.Namespace) -> None:
     if args.candidates is not None:
         resolve(args.candidates)  # a misspelled method is reported before a large model is loaded
     read_texts(args.texts)
+    make_folder(args.out, "--out")
+    if args.questions is not None:
+        own_questions.read_questions(args.questions)
+    context = parse_tokens(args.context)
+    length = None if args.length is None else parse_tokens(args.length, "--length")
     if args.hardware is not None:
         find_hardware(args.hardware)
     model = load(args.model, dtype=args.dtype, weights=args.weights)
     names = ("questions", "hardware", "contexts", "out", "batch", "seed")
     options = {name: getattr(args, name) for name in names}
-    options |= {"context": parse_tokens(args.context), "length": args.length and parse_tokens(args.length)}
+    options |= {"context": context, "length": length}
     try:
         found = recommend(
             model,

@@ -13,6 +13,7 @@ from kvjax.eval.page.paired_difference import RecordedRun
 from kvjax.eval.tasks import suite
 from kvjax.eval.tasks.case import Spec, TooShort
 from kvjax.generation.memory_plan import planned_bytes
+from kvjax.planning import recommend as recommend_module
 from kvjax.planning.recommend import (
     CANDIDATES,
     choose_share,
@@ -23,6 +24,8 @@ from kvjax.planning.recommend import (
     rank,
     read_texts,
     recommend,
+    shared_records,
+    try_methods,
 )
 
 CODE = "".join(f"def scale_{i}(value):\n    return value * {i} + {i % 7}\n\n\n" for i in range(400))
@@ -47,8 +50,8 @@ def texts(tmp_path):
 
 
 def test_a_folders_texts_are_read_in_order_without_what_is_no_text(texts):
-    assert read_texts(texts) == (CODE.strip() + "\n\n# Notes\n", 2)
-    assert read_texts(texts / "b.py") == (CODE.strip() + "\n", 1)
+    assert read_texts(texts) == (CODE.strip() + "\n\n# Notes\n", 2, ["picture.bin"])
+    assert read_texts(texts / "b.py") == (CODE.strip() + "\n", 1, [])
     for path, words in ((texts / "picture.bin", "no UTF-8"), (texts / "none", "there are no texts")):
         with pytest.raises(KvjaxError, match=words):
             read_texts(path)
@@ -66,13 +69,16 @@ def test_a_folders_texts_are_read_in_order_without_what_is_no_text(texts):
         ("2GB", Fraction(2)),
         ("256mib", Fraction(2**28, 10**9)),
         ("500 KB", Fraction(1, 2000)),
+        ("1TB", Fraction(1000)),
     ),
 )
 def test_a_budget_is_a_fraction_or_bytes(budget, share):
     assert parse_budget(budget, 10**9) == share
 
 
-@pytest.mark.parametrize("budget", ("", "0%", "120%", "-1GB", "2", "much", "1/4,1/8", "9" * 50 + "GB"))
+@pytest.mark.parametrize(
+    "budget", ("", "0%", "120%", "-1GB", "2", "much", "1/4,1/8", "9" * 50 + "GB", "1e9GB", "1/0", "nan", 0.25)
+)
 def test_a_budget_that_is_none_is_refused(budget):
     with pytest.raises(KvjaxError, match="budget"):
         parse_budget(budget, 10**9)
@@ -96,6 +102,8 @@ def test_a_share_is_what_the_device_leaves(model):
         choose_share(model, None, 2048, setting)
     with pytest.raises(KvjaxError, match="use full"):
         choose_share(model, "2GB", 2048, None)
+    with pytest.raises(KvjaxError, match="no more than the budget of 100%: use full"):
+        choose_share(model, "100%", 2048, None)
     assert choose_share(model, None, 2048, None) == Fraction(1, 4)
     full = planned_bytes("full", model.config, 2048, dtype="bfloat16").held["device"]
     assert choose_share(model, f"{full // 2}B", 2048, setting) == Fraction(full // 2, full)
@@ -111,6 +119,8 @@ def test_what_does_not_fit_is_left_out_with_the_reason(model):
     assert 0.24 < trial.bytes / planned_bytes("full", model.config, 512, dtype="bfloat16").held["device"] <= 0.25
     with pytest.raises(KvjaxError, match="no candidate takes at most 1.0%: int8"):
         fit_candidates(model, ["int8"], Fraction(1, 100), 4096, 512, None)
+    with pytest.raises(KvjaxError, match="at most 0.0001%: int8 .* than 0.0001%. Give a larger budget"):
+        fit_candidates(model, ["int8"], Fraction(1, 10**6), 4096, 512, None)
 
 
 def test_the_candidates_are_methods_of_many_sizes(model):
@@ -119,22 +129,24 @@ def test_the_candidates_are_methods_of_many_sizes(model):
 
 
 def test_a_winner_on_ones_own_texts(model, texts, tmp_path, capsys):
-    lines, options = [], {"length": 256, "contexts": 2, "candidates": TRIED, "out": tmp_path / "out", "context": 512}
+    lines, options = [], {"length": 256, "contexts": 2, "candidates": TRIED, "out": tmp_path / "out", "context": 10_240}
     found = recommend(model, texts, "30%", **options, speed=False, announce=lines.append)
     assert {row.method for row in found.rows} == {"full", *("kivi:residual=32,bits=1", "snapkv:budget=226 + int4")}
     assert {row.task for row in found.rows} == {"shared", "ppl"}
     assert found.tried in {row.method for row in found.rows} - {"full"}
     assert found.method.split(":")[0] == found.tried.split(":")[0]
-    held = planned_bytes(found.method, model.config, 512, dtype="bfloat16").fraction_of_full
+    held = planned_bytes(found.method, model.config, 10_240, dtype="bfloat16").fraction_of_full
     assert held <= 0.3
-    assert lines[0].startswith("2 files; 30.0% of the exact cache's bytes at 512 tokens")
+    assert lines[0].startswith("2 files; 30.0% of the exact cache's bytes at 10,240 tokens")
     assert sum("shared" in line for line in lines) == 3
-    assert any("contexts of 256 tokens were tried, not of 512" in note for note in found.notes)
+    said = ("contexts of 256 tokens were tried, not of 10,240", "no UTF-8 texts, and not read: picture.bin")
+    said += ("10,240 tokens are beyond the 8,192 positions that testbed was made for",)
+    assert all(any(words in note for note in found.notes) for words in said)
     assert repr(found).endswith(f"recommended: {found.method}")
     kept = json.loads((tmp_path / "out" / "recommendation.json").read_text())
     assert kept["method"] == found.method and len(kept["rows"]) == 6
     # The same answers serve the command line, which prints the same.
-    words = f"recommend testbed --texts {texts} --budget 30% --length 256 --contexts 2 --context 512 --no-speed"
+    words = f"recommend testbed --texts {texts} --budget 30% --length 256 --contexts 2 --context 10k --no-speed"
     assert main([*words.split(), "--candidates", TRIED, "--out", str(tmp_path / "out")]) == 0
     printed = capsys.readouterr()
     assert f"recommended: {found.method}" in printed.out and "recommendation.png" in printed.out
@@ -147,6 +159,77 @@ def test_texts_that_are_too_short_name_a_length_that_is_not(model, tmp_path):
     short.write_text("a few words of text. " * 20)
     with pytest.raises(KvjaxError, match=r"has 420 tokens, .* length=210"):
         recommend(model, short, out=tmp_path / "out")
+    short.write_text("hi")
+    with pytest.raises(KvjaxError, match="has 3 tokens, .*; give more text$"):
+        recommend(model, short, out=tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    (
+        ("--length 0", "--length '0' is no number of tokens; write 65536 or 64k"),
+        ("--context 2k,4k", "--context '2k,4k' is no number of tokens; write 65536 or 64k"),
+        ("--hardware nonsense", "unknown hardware 'nonsense'"),
+        ("--candidates nope", "unknown method 'nope'"),
+        ("--out {0}/b.py", "cannot write into --out {0}/b.py (there is a file of that name)"),
+        ("--questions {0}/none.jsonl", "there are no questions at {0}/none.jsonl; give a file of lines"),
+        ("--questions {0}", "there are no questions at {0}/questions.jsonl; give a file of lines"),
+        ("--questions {0}/b.py", "b.py, line 1 is not JSON"),
+        ("--questions {0}/empty.txt", "empty.txt has no question; each line is"),
+    ),
+)
+def test_an_option_that_cannot_be_is_named_before_a_model_is_loaded(words, says, texts, tmp_path, capsys):
+    words = words.format(texts)
+    command = f"recommend not-looked-at --texts {texts} {'' if '--out' in words else f'--out {tmp_path}/out'} {words}"
+    assert main(command.split()) == 2
+    assert capsys.readouterr().err.startswith(("kvjax: " + says.format(texts), f"kvjax: {texts}/{says}"))
+
+
+def test_a_folder_with_answers_about_other_texts_is_refused_before_it_is_changed(model, texts, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "records.jsonl").write_text("")
+    (out / "texts.txt").write_text("others")
+    with pytest.raises(KvjaxError, match="keeps answers about other texts .* choose another folder"):
+        recommend(model, texts, length=256, out=out)
+    assert (out / "texts.txt").read_text() == "others"
+
+
+def test_questions_that_fit_no_length_are_not_left_out(model, texts, tmp_path):
+    row = {"text": "texts/b.py", "question": "How?", "answer": "so"}
+    options = {"questions": write_questions(tmp_path, row), "length": 256, "out": tmp_path / "out", "candidates": TRIED}
+    with pytest.raises(TooShort, match="none of the 1 text .* fits in 256 tokens"):
+        recommend(model, texts, **options)
+
+
+def test_a_candidate_that_fails_is_left_out_and_the_others_go_on(monkeypatch):
+    def compare(model, methods, tasks, spec, out, **options):
+        for method in methods:
+            if method in ("bad", broken):
+                raise ValueError(f"{method} is broken")
+        return methods
+
+    monkeypatch.setattr(recommend_module, "compare", compare)
+    broken, arguments = "", ([], None, None)
+    assert try_methods(None, ["full", "good"], *arguments) == (["full", "good"], {})
+    failed = {"bad": "it fails with ValueError: bad is broken"}
+    assert try_methods(None, ["full", "bad", "good"], *arguments) == (["good"], failed)
+    with pytest.raises(KvjaxError, match="no candidate runs to its end; give others .* bad: it fails with ValueError"):
+        try_methods(None, ["full", "bad"], *arguments)
+    broken = "full"  # what fails for the exact cache is no fault of a candidate
+    with pytest.raises(ValueError, match="full is broken"):
+        try_methods(None, ["full", "good"], *arguments)
+
+
+def test_methods_are_compared_on_the_contexts_that_all_have_answered():
+    def record(method, length, i):
+        return {"method": method, "task": "planted", "key": f"planted/{length}/{i}", "about": {"length": length}}
+
+    records = [record(m, n, i) for m in ("full", "int4") for n in (256, 512) for i in range(4)]
+    records += [record("kivi", 256, i) for i in range(2)] + [record("snapkv", 256, 0)]
+    found = shared_records(records, ["full", "int4", "kivi"], ["planted", "ppl"], 256)
+    expected = [(m, f"planted/256/{i}") for m in ("full", "int4", "kivi") for i in range(2)]
+    assert [(r["method"], r["key"]) for r in found] == expected
 
 
 def write_questions(folder, *rows):

@@ -22,18 +22,14 @@ from kvjax.utils.files import read_text_file
 FILE = "questions.jsonl"  # in a folder that `Spec.data` names
 FIELDS = {"text": str, "question": str}
 NEW_TOKENS = 64
-SOURCE = f'lines {{"text": FILE, "question": "..", "answer": ".."}} into DATA/{FILE}, or give that file itself'
+FORM = '{"text": FILE, "question": "..", "answer": ".."}'
 
 
 def questions(model: Model, spec: Spec) -> Iterator[Case]:
     """Your own questions about your own texts (`--data FILE`), by whether an answer contains the right one."""
-    path = Path(spec.data or "DATA")
-    path = path if path.is_file() else path / FILE
-    by_text: dict[str, list[dict[str, Any]]] = {}
-    for row in read_json_lines(path, FIELDS, SOURCE):
-        by_text.setdefault(row["text"], []).append(row | {"answer": _read_answers(row, path)})
-    if not by_text:
-        raise KvjaxError(f"{path} has no question; put {SOURCE}")
+    if spec.data is None:
+        raise KvjaxError(f"the task questions needs `--data FILE`, a file of lines {FORM}")
+    path, by_text = read_questions(spec.data)
     chat = chat_format(model, spec)
     written = "{}" if chat.is_chat else "Question: {}\nAnswer:"
     contexts = {name: chat.encode_context(_read_text(path.parent / name) + "\n\n") for name in by_text}
@@ -65,6 +61,27 @@ def questions(model: Model, spec: Spec) -> Iterator[Case]:
             )
         for name in fitting:
             yield Case("questions", f"questions/{length}/{name}", contexts[name], asks[name], about={"length": length})
+
+
+def read_questions(data: Path | str) -> tuple[Path, dict[str, list[dict[str, Any]]]]:
+    """Reads a file of questions, or that of a folder; returns its path, and the questions about each text.
+
+    Raises:
+      KvjaxError: there is no such file, it holds no question, or a line is none or has no answer.
+    """
+    path = Path(data)
+    path = path / FILE if path.is_dir() else path
+    if not path.is_file():
+        raise KvjaxError(f"there are no questions at {path}; give a file of lines {FORM}, or a folder with {FILE}")
+    by_text: dict[str, list[dict[str, Any]]] = {}
+    try:
+        for row in read_json_lines(path, FIELDS, FILE):
+            by_text.setdefault(row["text"], []).append(row | {"answer": _read_answers(row, path)})
+    except KvjaxError as e:
+        raise KvjaxError(f"{e}; each line is {FORM}") from e
+    if not by_text:
+        raise KvjaxError(f"{path} has no question; each line is {FORM}")
+    return path, by_text
 
 
 def _read_text(path: Path) -> str:
