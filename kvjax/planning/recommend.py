@@ -263,11 +263,16 @@ def try_methods(
         try:
             rows = compare(model, [method], tasks, spec, out, **options)
         except Exception as e:
-            failed[method] = f"it fails with {type(e).__name__}: {e!s:.200}"
+            failed[method] = describe_failure(e)
     if len(failed) == len(candidates):
         reasons = "; ".join(f"{method}: {reason}" for method, reason in failed.items())
         raise KvjaxError(f"no candidate runs to its end; give others (--candidates): {reasons}") from problem
     return rows, failed
+
+
+def describe_failure(error: Exception) -> str:
+    """Says why a method is left out: an error of kvjax speaks for itself, another one is named."""
+    return str(error) if isinstance(error, KvjaxError) else f"it fails with {type(error).__name__}: {error!s:.200}"
 
 
 def shared_records(records: Iterable[Any], methods: Sequence[str], tasks: Sequence[str], length: int) -> list[Any]:
@@ -411,8 +416,8 @@ def fit_candidates(
     for name in names:
         try:
             (final,), (trial,) = (fit_methods([name], [share], model.config, n) for n in (context, length))
-        except KvjaxError as e:
-            left_out.append(f"{name} is left out: {e}")
+        except Exception as e:  # of a method, which may be the user's
+            left_out.append(f"{name} is left out: {describe_failure(e)}")
             continue
         if not final.method or not trial.method:
             left_out.append(f"{name} is left out: at its smallest it takes more than {format_share(share)}")

@@ -221,6 +221,18 @@ def test_a_candidate_that_fails_is_left_out_and_the_others_go_on(monkeypatch):
         try_methods(None, ["full", "good"], *arguments)
 
 
+def test_a_candidate_whose_bytes_cannot_be_counted_is_left_out(model, monkeypatch):
+    def fit_methods(names, *settings):
+        if names == ["bad"]:
+            raise ValueError("boom")
+        return fit(names, *settings)
+
+    fit = recommend_module.fit_methods
+    monkeypatch.setattr(recommend_module, "fit_methods", fit_methods)
+    fitted, left_out = fit_candidates(model, ["bad", "int4"], Fraction(1, 2), 512, 512, None)
+    assert len(fitted) == 1 and left_out == ["bad is left out: it fails with ValueError: boom"]
+
+
 def test_methods_are_compared_on_the_contexts_that_all_have_answered():
     def record(method, length, i):
         return {"method": method, "task": "planted", "key": f"planted/{length}/{i}", "about": {"length": length}}
