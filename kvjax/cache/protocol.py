@@ -118,12 +118,15 @@ class Replay:
       lead_tokens: tokens before the chunk that are copied too.
       first: instruction before the first chunk; unused without a tokenizer.
       later: instruction before every later chunk.
+      needs_gradients: each repetition is also differentiated, for `Observation.gradient_norms` (KVgrad). The hidden
+        vectors of its tokens before every layer are held meanwhile.
     """
 
     chunk_tokens: int
     lead_tokens: int = 0
     first: str = ""
     later: str = ""
+    needs_gradients: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

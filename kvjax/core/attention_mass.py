@@ -36,6 +36,8 @@ class Observation(NamedTuple):
       hidden_states: what queries, keys and values of the tokens in the block were projected from, after the layer's
         norm, for `needs_hidden`; in `Scorer.update_scores`, those of the repeated tokens.
       replay_scores: scores of the tokens from a second pass over the prompt, for `Scorer.replay`.
+      gradient_norms: in `Scorer.update_scores`, of each repeated token the norm of the gradient of the sum of squares of
+        the model's last hidden states with respect to the layer's attention output, for `Replay.needs_gradients`.
       paired_block: the same prompt in the layer above or below, for a method that pairs layers (MiniCache).
       softmax_lse: the log-sum-exp of each query's logits to the whole prompt, the sinks, and a prefix that sequences
         share, where attention left it. `attention_mass` and `attention_rows` take it; it is None once tokens of the
@@ -54,6 +56,7 @@ class Observation(NamedTuple):
     paired_block: KVBlock | None = None
     softmax_lse: Float32[Array, "B K G Q"] | None = None
     sinks: Float[Array, "#B K G"] | None = None
+    gradient_norms: Float32[Array, "B Q"] | None = None
 
 
 def attention_mass(

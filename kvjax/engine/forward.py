@@ -83,6 +83,7 @@ def apply_layer(
     state: Any,
     cross_layer: Any,
     source: Any = None,
+    added_output: Float[Array, "B T D"] | None = None,
     *,
     call: LayerCall,
     target: Target,
@@ -92,6 +93,7 @@ def apply_layer(
     Args:
       cross_layer: value from the layer below in this pass, None in layer 0.
       source: see `LayerInputs`.
+      added_output: zeros that are added to the attention's output, for a gradient with respect to it.
 
     Returns:
       Hidden vectors for the layer above, of all tokens or of the mode's `query_indices`; this layer's new state; the
@@ -120,9 +122,10 @@ def apply_layer(
 
     # The layer is told its kind and not its index in the model, which would give each a compiled program of its own.
     layer = decoder.Layer(target.config, 0, hidden.dtype, kind)
-    hidden, (state, cross_layer, shared) = layer.apply(
-        {"params": params}, hidden, angles, attend, mode.query_indices(call)
-    )
+    variables = {"params": params}
+    if added_output is not None:
+        variables["perturbations"] = {"attention_output": added_output}
+    hidden, (state, cross_layer, shared) = layer.apply(variables, hidden, angles, attend, mode.query_indices(call))
     return hidden, state, cross_layer, shared
 
 

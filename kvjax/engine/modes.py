@@ -6,11 +6,12 @@ import dataclasses
 import inspect
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh
-from jaxtyping import Bool, Float, Int32
+from jaxtyping import Bool, Float, Float32, Int32
 
 from kvjax.cache.protocol import BoundLayer, ReplayedLayer, StepResult, last_positions
 from kvjax.cache.readers.query_blocks import map_query_blocks
@@ -172,6 +173,7 @@ class PromptReplay(ForwardMode):
     start: Int32[Array, ""] | np.int32  # position of the copied chunk's first token
     pos: Int32[Array, "B T"]  # of the copy's tokens, -1 for padding
     lengths: Int32[Array, " B"]  # of the prompts
+    gradient_norms: Float32[Array, "B T"] | None = None  # of the copy's tokens in this layer, see `Observation`
 
     def recurrent_tokens(self, hidden: Float[Array, "B T D"]) -> tuple[Bool[Array, "B T"], int]:
         return self.pos >= 0, 0  # every copy begins with the state after the prompt
@@ -199,11 +201,13 @@ class PromptReplay(ForwardMode):
                 output_projection=output_projection if needs.output_projection else None,
                 hidden_states=hidden[:, None] if hidden is not None and needs.hidden_states else None,
                 sinks=sinks,
+                gradient_norms=self.gradient_norms,
             )
             update_scores = per_device(call.layer.update_scores, *k.shape[:2], mesh=mesh)
             scores = update_scores(prompt, self.start, observation, copy, state.replay_scores)
             state = state._replace(replay_scores=scores)
 
+        @jax.checkpoint  # a gradient would keep the weights of all queries to the whole prompt
         def attend(q: Array, query_pos: Array) -> Array:
             parts = [attend_dense(q, block, query_pos, call.rule) for block in (prompt, copy)]
             return merge(parts if sinks is None else [*parts, sink_partial(sinks, q, v.shape[3])])

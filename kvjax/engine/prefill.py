@@ -42,7 +42,14 @@ from kvjax.engine.layer_prompt import (
     truncate_prompt,
 )
 from kvjax.engine.modes import ChunkedPrefill, FullPrefill
-from kvjax.engine.replay import ReplayPrompts, RunningCopy, begin_replay, replay_layer
+from kvjax.engine.replay import (
+    ReplayPrompts,
+    RunningCopy,
+    begin_replay,
+    needs_gradients,
+    replay_layer,
+    replay_with_gradients,
+)
 from kvjax.errors import KvjaxError
 from kvjax.models.decoder import output_projection_of, sinks_of, take_tokens
 
@@ -88,7 +95,8 @@ def prefill(
       Logits of each prompt's last token, and the cache.
 
     Raises:
-      KvjaxError: prompt_memory="host" under a transformation, or where there is no such memory.
+      KvjaxError: prompt_memory="host" under a transformation, for a method that needs gradients, or where there is no
+        such memory.
     """
     T = tokens.shape[1]
     if num_slots is None:
@@ -219,6 +227,9 @@ def prefill_exactly(
     prompts, hidden = carry
     copies = begin_replay(params, tokens, lengths, calls, target, replay_prompts=replay_prompts)
     prompts = dict(enumerate(prompts))
+    if needs_gradients(calls):
+        prompts = replay_with_gradients(params, prompts, copies, calls, target)
+        copies = []
     for i, call in enumerate(calls):
         prompt = replay_layer(params, i, prompts[i], copies, prompts, call, target)
         prompts[i] = _add_parameters(prompt, call, params[f"layer_{i}"])
@@ -339,6 +350,11 @@ def prefill_through_host(
         raise KvjaxError(
             'prompt_memory="host" moves keys and values between two programs, and a transformation makes one program '
             'of all; call it outside of jit, vmap and grad, or leave prompt_memory at "device"'
+        )
+    if needs_gradients(calls):
+        raise KvjaxError(
+            'prompt_memory="host" reads prompts layer by layer, and this method differentiates a pass through all '
+            'layers, whose prompts have to stay; leave prompt_memory at "device", or use kvzip, which needs no gradient'
         )
     memory.require_host_memory()
     measures = []

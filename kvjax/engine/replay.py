@@ -1,4 +1,9 @@
-"""The second pass over a prompt that some methods ask for: the model repeats it, chunk by chunk (KVzip)."""
+"""The second pass over a prompt that some methods ask for: the model repeats it, chunk by chunk (KVzip).
+
+A method may also ask how much the result depends on each layer (`Replay.needs_gradients`, KVgrad). Every copy then runs
+forward through all layers and back, a layer at a time: a backward program runs its layer again from the hidden vectors
+before it, so that no more than these are kept of a layer.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +19,7 @@ from jaxtyping import Int32
 
 from kvjax.cache.protocol import BoundLayer
 from kvjax.core.types import Array
-from kvjax.engine.forward import Target, embed_at, outer_params
+from kvjax.engine.forward import Target, apply_layer, embed_at, outer_params
 from kvjax.engine.layer_prompt import LayerCall, LayerPrompt
 from kvjax.engine.modes import PromptReplay
 from kvjax.engine.positions import token_positions
@@ -64,6 +69,11 @@ def begin_replay(
     return running
 
 
+def needs_gradients(calls: Sequence[LayerCall]) -> bool:
+    """Returns whether a method differentiates the repetition of the prompts."""
+    return any(call.layer.needs.replay is not None and call.layer.needs.replay.needs_gradients for call in calls)
+
+
 def replay_layer(
     params: Any,
     layer: int,
@@ -106,6 +116,112 @@ def replay_layer(
             target=target,
         )
     return prompt
+
+
+def replay_with_gradients(
+    params: Any,
+    prompts: dict[int, LayerPrompt | Any],
+    copies: Sequence[RunningCopy],
+    calls: Sequence[LayerCall],
+    target: Target,
+) -> dict[int, LayerPrompt | Any]:
+    """Runs each copy through all layers and differentiates the sum of squares of its last hidden states.
+
+    Args:
+      params: of the model.
+      prompts: layer -> what it holds of the prompts.
+      copies: as `begin_replay` returns them.
+      calls: of the layers.
+      target: model configuration, mesh and compiled functions.
+
+    Returns:
+      The prompts with their `replay_scores`.
+    """
+    calls = [dataclasses.replace(call, num_slots=0) for call in calls]
+    prompts, scores = dict(prompts), {}
+    for i, call in enumerate(calls):
+        if call.layer.needs.replay:
+            scores[i] = jnp.zeros(prompts[i].k.shape[:3], jnp.float32)
+    for copy in copies:
+        inputs, sources = [], []
+        for i, call in enumerate(calls):
+            assert call.kind is not None
+            reads = call.kind.attention.reads_layer
+            inputs.append(copy.hidden)
+            sources.append(None if reads is None else (prompts[reads], copy.shared[reads]))
+            # Not the target's own program, which may use up the hidden vectors.
+            copy.hidden, _, _, copy.shared[i] = _run_layer(
+                params[f"layer_{i}"], copy.hidden, copy.angles, copy.mode, prompts[i], None, sources[i], call=call, target=target
+            )
+        gradient = jnp.where((copy.mode.pos >= 0)[..., None], 2 * copy.hidden, 0)  # of |h|^2 by h, of real tokens
+        shared_gradients: dict[int, Any] = {}
+        for i, call in reversed(list(enumerate(calls))):
+            assert call.kind is not None
+            prompt = prompts[i]._replace(replay_scores=scores[i]) if i in scores else prompts[i]
+            gradient, source_gradient, prompt = _differentiate_layer(
+                params[f"layer_{i}"],
+                inputs.pop(),
+                copy.angles,
+                copy.mode,
+                prompt,
+                sources[i],
+                (gradient, shared_gradients.get(i)),
+                call=call,
+                target=target,
+            )
+            if i in scores:
+                scores[i] = prompt.replay_scores
+            reads = call.kind.attention.reads_layer
+            if reads is not None:  # several layers may read one
+                before = shared_gradients.get(reads)
+                shared_gradients[reads] = (
+                    source_gradient if before is None else jax.tree.map(jnp.add, before, source_gradient)
+                )
+    return {i: x._replace(replay_scores=scores[i]) if i in scores else x for i, x in prompts.items()}
+
+
+_run_layer = jax.jit(apply_layer, static_argnames=("call", "target"))
+
+
+@functools.partial(jax.jit, static_argnames=("call", "target"))
+def _differentiate_layer(
+    params: Any,
+    hidden: Array,
+    angles: Angles,
+    mode: PromptReplay,
+    prompt: LayerPrompt | Any,
+    source: Any,
+    gradients: tuple[Array, Any],
+    call: LayerCall,
+    target: Target,
+) -> tuple[Array, Any, LayerPrompt | Any]:
+    """Runs one layer of a copy backward, and updates the scores of the layer's prompt.
+
+    Args:
+      params, hidden, angles, mode, prompt, source, call, target: as in `apply_layer`.
+      gradients: with respect to what the layer makes: hidden vectors, and what the layers that read it are given.
+
+    Returns:
+      The gradients with respect to `hidden` and to what this layer reads of a copy in another layer, and the prompt.
+    """
+    exact, shared = (None, None) if source is None else source
+
+    def run(hidden: Array, shared: Any, added: Array) -> tuple[Array, Any]:
+        source = None if exact is None else (exact, shared)
+        # Without scores nothing but hidden vectors is made of the copy.
+        state = prompt._replace(replay_scores=None) if isinstance(prompt, LayerPrompt) else prompt
+        hidden, _, _, shares = apply_layer(
+            params, hidden, angles, mode, state, None, source, added, call=call, target=target
+        )
+        return hidden, shares
+
+    _, pull_back = jax.vjp(run, hidden, shared, jnp.zeros_like(hidden))
+    below, shared_gradient, output_gradient = pull_back(gradients)
+    norms = jnp.linalg.norm(output_gradient.astype(jnp.float32), axis=-1)
+    # Scores take queries and keys of the same run, which XLA finds to be those above.
+    mode = dataclasses.replace(mode, gradient_norms=norms)
+    _, prompt, _, _ = apply_layer(params, hidden, angles, mode, prompt, None, source, call=call, target=target)
+    return below, shared_gradient, prompt
 
 
 class ChunkCopy(NamedTuple):

@@ -48,6 +48,7 @@ from .kmeans import kmeans as kmeans
 from .kvarn import kvarn as kvarn
 from .kvcompose import kvcompose as kvcompose
 from .kvcrush import kvcrush as kvcrush
+from .kvgrad import kvgrad as kvgrad
 from .kvmerger import kvmerger as kvmerger
 from .kvquant import kvquant as kvquant
 from .kvtc import kvtc as kvtc

@@ -71,14 +71,7 @@ class ReplayAttention(kv.Scorer):
         chunk_pos = jnp.where(chunk.pos >= start, chunk.pos, -1)
         keys = jnp.concatenate([chunk.k, sinks.k, new.k], 2)
         pos = jnp.concatenate([chunk_pos, sinks_pos, new.pos], 2)
-        value_norms, query_scale = jnp.ones((1, 1, 1, size)), jnp.ones(observation.pos.shape)
-        if self.plus:  # another component of the method may have asked for the projection
-            assert observation.output_projection is not None and observation.hidden_states is not None
-            # [B K G S], of each value's contribution to the layer's output by each query head.
-            weight = observation.output_projection[0].astype(jnp.float32)
-            value_norms = jnp.linalg.norm(jnp.einsum("bksh,kghd->bkgsd", chunk.v.astype(jnp.float32), weight), axis=-1)
-            hidden_norms = jnp.linalg.norm(observation.hidden_states[:, 0].astype(jnp.float32), axis=-1)
-            query_scale = jnp.where(observation.pos >= 0, 1.0 / jnp.maximum(hidden_norms, 1e-6), 0.0)
+        value_norms, query_scale = self.weigh_attention(chunk, observation)
 
         def update(most: kv.Array, queries: tuple[kv.Array, kv.Array, kv.Array]) -> tuple[kv.Array, None]:
             q, q_pos, query_scale = queries
@@ -96,6 +89,22 @@ class ReplayAttention(kv.Scorer):
         most = jnp.where(chunk_pos >= 0, most, 0.0)
         most = jnp.maximum(lax.dynamic_slice_in_dim(before, first, size, 2), most)
         return lax.dynamic_update_slice_in_dim(before, most, first, 2)
+
+    def weigh_attention(self, chunk: kv.KVBlock, observation: kv.Observation) -> tuple[kv.Array, kv.Array]:
+        """Returns the factors of attention weights by token, f32[B K G S], and by query, f32[B Q]; 1 without `plus`."""
+        if not self.plus:  # another component of the method may have asked for the projection
+            return jnp.ones((1, 1, 1, chunk.pos.shape[2])), jnp.ones(observation.pos.shape)
+        assert observation.hidden_states is not None
+        hidden_norms = jnp.linalg.norm(observation.hidden_states[:, 0].astype(jnp.float32), axis=-1)
+        scale = jnp.where(observation.pos >= 0, 1.0 / jnp.maximum(hidden_norms, 1e-6), 0.0)
+        return output_norms(chunk, observation), scale
+
+
+def output_norms(block: kv.KVBlock, observation: kv.Observation) -> kv.Array:
+    """Computes the norm of each value's contribution to the layer's output by each query head, f32[B K G S]."""
+    assert observation.output_projection is not None
+    weight = observation.output_projection[0].astype(jnp.float32)
+    return jnp.linalg.norm(jnp.einsum("bksh,kghd->bkgsd", block.v.astype(jnp.float32), weight), axis=-1)
 
 
 @kv.register_method(example="kvzip:budget=512", family="eviction after the prompt")

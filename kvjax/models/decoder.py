@@ -352,6 +352,8 @@ class Layer(nn.Module):
             else:
                 attention = GatedDeltaNet(c, self.layer, self.dtype, kind, name="recurrence")
             y, state = attention(attention_norm(x), angles, attend, query_indices)
+            # Nothing, unless a caller brings zeros under this name: it then differentiates by them (KVgrad).
+            y = self.perturb("attention_output", y)
             x = add_attention(take_tokens(x, query_indices), y)
         with jax.named_scope("mlp"):
             module = MLP if kind.mlp.experts is None else MixtureOfExperts
