@@ -36,14 +36,14 @@ class Observation(NamedTuple):
       hidden_states: what queries, keys and values of the tokens in the block were projected from, after the layer's
         norm, for `needs_hidden`; in `Scorer.update_scores`, those of the repeated tokens.
       replay_scores: scores of the tokens from a second pass over the prompt, for `Scorer.replay`.
-      gradient_norms: in `Scorer.update_scores`, of each repeated token the norm of the gradient of the sum of squares of
-        the model's last hidden states with respect to the layer's attention output, for `Replay.needs_gradients`.
       paired_block: the same prompt in the layer above or below, for a method that pairs layers (MiniCache).
       softmax_lse: the log-sum-exp of each query's logits to the whole prompt, the sinks, and a prefix that sequences
         share, where attention left it. `attention_mass` and `attention_rows` take it; it is None once tokens of the
         prompt are gone.
       sinks: logits of the layer that take weight in every softmax and give no value (gpt-oss); those of the model have
         an axis 0 of 1. None in a layer without.
+      gradient_norms: in `Scorer.update_scores`, for `Replay.needs_gradients`: of each repeated token the norm of the
+        gradient of the sum of squares of the model's last hidden states, by the layer's attention output.
     """
 
     q: Float[Array, "B K G Q H"]

@@ -205,8 +205,8 @@ def attach(
     plan = bind_specs(method, specs, differentiable)
     if any(x.needs.replay is not None and x.needs.replay.needs_gradients for x in plan):
         raise KvjaxError(
-            "this method differentiates a second pass through all layers, which a decoder that kvjax does not run gives "
-            "no access to: write the model as a kvjax Config, or use kvzip, whose second pass needs no gradient"
+            "this method differentiates a second pass through all layers, which only kvjax's own decoder can do: write "
+            "the model as a kvjax Config, or use kvzip, whose second pass needs no gradient"
         )
     _check_gives(plan, {gives} if isinstance(gives, str) else set(gives))
     defers = any(x.needs.global_budget or x.needs.replay or x.needs.paired_layer for x in plan)

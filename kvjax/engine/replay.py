@@ -151,7 +151,15 @@ def replay_with_gradients(
             sources.append(None if reads is None else (prompts[reads], copy.shared[reads]))
             # Not the target's own program, which may use up the hidden vectors.
             copy.hidden, _, _, copy.shared[i] = _run_layer(
-                params[f"layer_{i}"], copy.hidden, copy.angles, copy.mode, prompts[i], None, sources[i], call=call, target=target
+                params[f"layer_{i}"],
+                copy.hidden,
+                copy.angles,
+                copy.mode,
+                prompts[i],
+                None,
+                sources[i],
+                call=call,
+                target=target,
             )
         gradient = jnp.where((copy.mode.pos >= 0)[..., None], 2 * copy.hidden, 0)  # of |h|^2 by h, of real tokens
         shared_gradients: dict[int, Any] = {}

@@ -561,6 +561,16 @@ CASES = (
     ),
     MethodCase("kvquant", "kvquant:every=4", "kvquant:every=4,first=100", kvquant_bytes),
     sized_case("kvtc", "kvtc:k_bits=4,v_bits=2,sinks=2,recent={}", 3, 100, kvtc_bytes),
+    MethodCase(
+        "kvgrad", "kvgrad:budget=5,sinks=1,page=4", "kvgrad:budget=100,page=4", paged_bytes(5, page=4, extra_pages=2)
+    ),
+    MethodCase(
+        "kvgrad",
+        "kvgrad:budget=5,sinks=1,level=head",
+        "kvgrad:budget=100,level=head",
+        selection_bytes(5),
+        variant="level=head",
+    ),
     sized_case("kvzap", "kvzap:budget={},recent=2", 5, 100, selection_bytes(5)),
     MethodCase(
         "kvzip", "kvzip:budget=5,sinks=1,page=4", "kvzip:budget=100,page=4", paged_bytes(5, page=4, extra_pages=2)

@@ -162,7 +162,10 @@ def _score_replay(layer: BoundLayer, prompt: LayerPrompt, q: jax.Array, lengths:
     replay_pos = jnp.where(block.pos >= 0, block.pos + lengths[:, None, None], -1)
     new = KVBlock(block.k, block.v, replay_pos)
     no_scores = jnp.zeros(block.k.shape[:3], jnp.float32)
-    return layer.update_scores(block, jnp.int32(0), observation._replace(q=q, pos=replay_pos[:, 0]), new, no_scores)
+    copy = observation._replace(q=q, pos=replay_pos[:, 0])
+    if layer.needs.replay.needs_gradients:
+        copy = copy._replace(gradient_norms=jnp.linalg.norm(block.v[:, 0].astype(jnp.float32), axis=-1))
+    return layer.update_scores(block, jnp.int32(0), copy, new, no_scores)
 
 
 def _prefill_in_chunks(layer: BoundLayer, q: jax.Array, block: KVBlock, slots: int) -> Any:

@@ -37,6 +37,7 @@ COMPARED = {
     "FastKVzipPress": "fastkvzip",
     "KVzapPress": "kvzap",
     "KVComposePress": "kvcompose",
+    "KVgradPress": "kvgrad",
     "KVzipPress": "kvzip_model",
     "FinchPress": "finch",
     "KeyDiffPress": "keydiff",
@@ -60,7 +61,7 @@ COMPARED = {
 """The presses that tests/methods/test_public_eviction.py compares with ours, and the names of their cases there."""
 
 OTHERS = """
-BasePress CAMPress ComposedPress KVPressTextGenerationPipeline KVgradPress
+BasePress CAMPress ComposedPress KVPressTextGenerationPipeline
 PerLayerCompressionPress RandomPress RestoreKVPress ScorerPress
 """.split()
 """All other names in `__all__` of kvpress 0.5.5."""

@@ -69,6 +69,8 @@ METHODS = {
     "kvpress_kvzip": ("gqa", methods.kvzip(FIELD, level="layer")),
     "kvpress_kvzip_model": ("gqa", methods.kvzip(FIELD)),  # kvpress' default
     "kvpress_kvzip_plus": ("gqa", methods.kvzip(FIELD, plus=True, level="layer")),
+    "kvpress_kvgrad": ("gqa", methods.kvgrad(FIELD)),
+    "kvpress_kvgrad_chunks": ("gqa", methods.kvgrad(FIELD, chunk=40, level="layer")),
     "kvpress_leverage": ("gqa", methods.leverage_score(FIELD)),
     "kvpress_noncausal": ("gqa", methods.noncausal_attention(FIELD, chunk=40)),
     "kvpress_compactor": ("gqa", methods.compactor(FIELD, chunk=4)),
