@@ -43,6 +43,7 @@ from kvjax.engine.layer_prompt import (
 )
 from kvjax.engine.modes import ChunkedPrefill, FullPrefill
 from kvjax.engine.replay import (
+    PROMPTS_OF_ALL_LAYERS,
     ReplayPrompts,
     RunningCopy,
     begin_replay,
@@ -352,10 +353,7 @@ def prefill_through_host(
             'of all; call it outside of jit, vmap and grad, or leave prompt_memory at "device"'
         )
     if needs_gradients(calls):
-        raise KvjaxError(
-            'prompt_memory="host" reads prompts layer by layer, and this method differentiates a pass through all '
-            'layers, whose prompts have to stay; leave prompt_memory at "device", or use kvzip, which needs no gradient'
-        )
+        raise KvjaxError(PROMPTS_OF_ALL_LAYERS)
     memory.require_host_memory()
     measures = []
 

@@ -30,6 +30,13 @@ ReplayPrompts = tuple[Sequence[int], Sequence[int]]
 """Ids that come before the first and before every later chunk that the model is made to repeat (KVzip)."""
 
 
+PROMPTS_OF_ALL_LAYERS = (
+    'prompt_memory="host" reads prompts layer by layer, and this method differentiates a pass through all layers, '
+    'whose prompts have to stay; leave prompt_memory at "device", or use kvzip, which needs no gradient'
+)
+"""Why a method with gradients refuses prompts on the host."""
+
+
 @dataclasses.dataclass
 class RunningCopy:
     """A copy of a chunk of the prompts, on its way through the layers.

@@ -21,6 +21,8 @@ from kvjax.cache.protocol import KVMethod
 from kvjax.core.gated_delta import CHUNK_TOKENS
 from kvjax.core.mesh import RULES
 from kvjax.engine.modes import QUERY_BLOCK_TOKENS
+from kvjax.engine.replay import PROMPTS_OF_ALL_LAYERS
+from kvjax.errors import KvjaxError
 from kvjax.generation.inputs import round_up
 from kvjax.models.decoder import BLOCK_TOKENS
 from kvjax.models.kinds import LayerKind
@@ -212,7 +214,12 @@ def count_prefill(layers: Sequence[TracedLayer], share: Share, cache: int, promp
     if is_replayed or any(x.needs.global_budget or x.needs.paired_layer for x in layers):
         all_exact, copies = sum(x.count * size for x, size in zip(layers, exact, strict=True)), hidden * is_replayed
         replay, measuring = (max(f(x, share) for x in layers) for f in (_count_replay, _count_measuring))
+        copies += sum(x.count * _count_gradients(x, share) for x in layers)
         making = max(making, measuring)
+        if prompt_memory == "host" and any(
+            x.needs.replay is not None and x.needs.replay.needs_gradients for x in layers
+        ):
+            raise KvjaxError(PROMPTS_OF_ALL_LAYERS)
         if prompt_memory == "device":
             reading = max(peak(all_exact + chunk_hidden, run), peak(all_exact + copies, replay))
             return max(reading, peak(all_exact, making), cache), 0
@@ -322,7 +329,16 @@ def _count_replay(layer: TracedLayer, share: Share) -> int:
     copy = share._replace(chunk=min(replay.chunk_tokens + replay.lead_tokens, share.tokens))
     numbers = share.sequences * layer.kind.attention.heads * min(QUERY_BLOCK_TOKENS, copy.chunk) * share.tokens
     scores = numbers * (4 + share.itemsize) // share.num_devices
-    return max(_count_attention(layer, copy) + scores, _count_mlp(layer, copy))
+    work = max(_count_attention(layer, copy) + scores, _count_mlp(layer, copy))
+    return 2 * work if replay.needs_gradients else work  # gradients beside what they are of
+
+
+def _count_gradients(layer: TracedLayer, share: Share) -> int:
+    """Counts the hidden vectors of a copy before a layer, B T D numbers, which stay until it is differentiated."""
+    replay = layer.needs.replay
+    if replay is None or not replay.needs_gradients:
+        return 0
+    return share.sequences * min(replay.chunk_tokens + replay.lead_tokens, share.tokens) * share.width * share.itemsize
 
 
 def _count_observed(layer: TracedLayer, share: Share) -> int:
