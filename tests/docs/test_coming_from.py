@@ -25,6 +25,7 @@ COMPARED = {
     "ChunkKVPress": "chunkkv",
     "ChunkPress": "chunk_keydiff",
     "CompactorPress": "compactor",
+    "ComposedPress": "composed",
     "CompressionRatioDecodingPress": "decoding_of_text_keydiff",
     "CriticalAdaKVPress": "criticaladakv",
     "CriticalKVPress": "criticalkv",
@@ -61,7 +62,7 @@ COMPARED = {
 """The presses that tests/methods/test_public_eviction.py compares with ours, and the names of their cases there."""
 
 OTHERS = """
-BasePress CAMPress ComposedPress KVPressTextGenerationPipeline
+BasePress CAMPress KVPressTextGenerationPipeline
 PerLayerCompressionPress RandomPress RestoreKVPress ScorerPress
 """.split()
 """All other names in `__all__` of kvpress 0.5.5."""

@@ -101,6 +101,7 @@ METHODS = {
     "kvpress_simlayer75": ("gqa", methods.simlayerkv(0.8, recent=57)),
     "kvpress_simlayer25": ("gqa", methods.simlayerkv(0.25, recent=57)),
     **{f"kvpress_think{kept}": ("gqa", methods.think(1 - kept / 100, recent=0)) for kept in (75, 50, 25)},
+    "kvpress_composed": ("gqa", kvjax.compose(methods.snapkv(FIELD, **AVG), methods.think(0.5, recent=0))),
     "kvpress_rerotated_snapkv": ("gqa", kvjax.compose(methods.snapkv(FIELD, **AVG), methods.rerotated())),
     "kvpress_rerotated_keydiff": ("gqa", kvjax.compose(methods.keydiff(FIELD), methods.rerotated())),
     "kvpress_finch": ("gqa", methods.finch(FIELD, window=8)),
