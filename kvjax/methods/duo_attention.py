@@ -53,8 +53,9 @@ def duo_attention(
       head h keeps all tokens if alpha_h >= quantile(alpha, sparsity), else s < sinks or s >= T - recent
 
     Differs:
-      Attention in the prompt is exact, and all heads keep decoded tokens, both as in kvpress; the authors' streaming
-      heads also read the prompt by first and last tokens only, and drop decoded tokens that leave their window.
+      Streaming heads hold decoded tokens too, n more for an answer of n tokens, and see them all; the authors' drop
+      those that leave the window, so that they hold sinks + recent tokens at any length. Attention in the prompt is
+      exact, where the authors' streaming heads read it by first and last tokens only. Both are as in kvpress.
 
     Args:
       sparsity: fraction of the model's key/value heads that stream, those of the lowest weight (the authors: 0.5 under

@@ -83,9 +83,9 @@ def mikv(
       / max |k_c|), read by q / b
 
     Differs:
-      Tokens never change their tier while decoding, where the paper moves them as their importance falls; decoded
-      tokens stay in the high tier. There is no public code. Unverified: the fraction, the group size, and that half of
-      the high tier are the newest tokens.
+      Decoded tokens stay in the high tier, n more for an answer of n tokens, and tokens never change their tier, where
+      the paper moves them as their importance falls. There is no public code. Unverified: the fraction, the group size,
+      and that half of the high tier are the newest tokens.
 
     Args:
       share: fraction of each head's prompt tokens in the low tier.

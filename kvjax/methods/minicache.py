@@ -205,10 +205,11 @@ def minicache(t: float = 0.6, share: float = 0.05, start: float = 0.5) -> kv.Met
       angle between both u; tokens with the largest w keep x
 
     Differs:
-      The tokens that stay exact are a fixed fraction of each head's, by the angle between keys, for keys and values
-      alike; the paper counts them by a threshold between the smallest and the largest angle (gamma = 0.05, unverified),
-      which gives no fixed size. Merged directions are normalized again, which matters only near a half turn. Decoded
-      tokens are never merged.
+      Decoded tokens are never merged, so that an answer takes its full size in both layers, where the paper merges them
+      too. The tokens that stay exact are a fixed fraction of each head's, by the angle between keys, for keys and
+      values alike; the paper counts them by a threshold between the smallest and the largest angle (gamma = 0.05,
+      unverified), which gives no fixed size. Merged directions are normalized again, which matters only near a half
+      turn. There is no public code.
 
     Args:
       t: interpolation weight of the shared direction, 0 for that of the lower layer and 1 for that of the upper (the

@@ -89,8 +89,9 @@ def razor_attention(
       between them, with ln N_d on its logit
 
     Differs:
-      The buffer's size is set once, when the prompt ends, and all heads keep decoded tokens. Unverified: that the
-      averaged token counts N_d times, as remembered of the paper; Huawei's golden-stick counts it once.
+      The buffer's size is set once, when the prompt ends, and all heads hold decoded tokens, n more for an answer of n
+      tokens, where the paper averages those that leave the buffer. There is no code of the authors'. Unverified: that
+      the averaged token counts N_d times, as remembered of the paper; Huawei's golden-stick counts it once.
 
     Args:
       recent: last tokens that the other heads keep (the paper: 4000).

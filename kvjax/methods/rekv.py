@@ -97,8 +97,11 @@ def rekv(
       heads of the layer as one vector
 
     Differs:
-      A question's tokens look up one after the other, by the mean so far, and those of its answer count too; keys keep
-      their positions, which the authors renumber; the cosine is the paper's, their code takes the product.
+      Each token looks up for itself, by the mean of all queries since the prompt, so that an answer's queries change
+      what is read; the authors look up once for a question, by all of its tokens, and read the same blocks for all of
+      its answer. A context attends to itself in full, where theirs reads first tokens and a sliding window, as
+      'rekv + a_shape:sinks=16,recent=15000' does. Keys keep their positions, which the authors renumber; the cosine is
+      the paper's, their code takes the product.
 
     Args:
       topk: blocks that are read.

@@ -57,8 +57,11 @@ def rocketkv(
       the sign of the heads' summed q_c, t = sqrt(H sum_c |q_c| / sum |q|), c the channels of the largest |q|
 
     Differs:
-      Whole pages are read instead of single tokens, and always the query's own; the page length is fixed, whatever the
-      length of the text.
+      The prompt's last queries choose for all turns: what they pass over is gone for later questions. The authors'
+      RocketKV-MT holds every token, as much as `full`, and the last queries of each turn choose anew which tokens its
+      answer looks through; with a `budget` of the whole text an answer here looks through all of them, at the same
+      memory. Whole pages are read instead of single tokens, and always the query's own; the page length is fixed,
+      whatever the length of the text.
 
     Args:
       budget: prompt tokens kept per layer and key/value head, the window included.

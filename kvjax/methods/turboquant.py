@@ -1,9 +1,9 @@
-"""TurboQuant: keys by length and direction at the best levels of a normal distribution, values in equal steps."""
+"""TurboQuant: vectors by length and direction at the best levels of a normal distribution, or values in equal steps."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 
@@ -120,20 +120,26 @@ class ExactEndLayers(kv.CodecWrapper):
 
 @kv.register_method(example="turboquant:ends=0", family="quantization by token")
 def turboquant(
-    k_bits: kv.RowBits = 4, v_bits: kv.RowBits = 4, correct: bool = True, ends: kv.NonNegativeInt = 2
+    k_bits: kv.RowBits = 4,
+    v_bits: kv.RowBits = 4,
+    correct: bool = True,
+    ends: kv.NonNegativeInt = 2,
+    v_levels: Literal["uniform", "normal"] = "uniform",
 ) -> kv.Method:
     """Quantizes rotated keys to the best levels for their distribution, and values uniformly, to 3 or 4 bits.
 
-    Attention in the prompt is exact. A key of head size H takes H k_bits / 8 + 2 bytes and a value H v_bits / 8 + 4.
+    Attention in the prompt is exact. A key of head size H takes H k_bits / 8 + 2 bytes and a value H v_bits / 8 + 4, or
+    2 with v_levels=normal.
 
     Formula:
       K: y = k H / (sqrt(d) |k|), c = the nearest Lloyd-Max level of N(0, 1/d), k' = |k| c / |c|; V: code = floor((v -
       min) / s + 1/2), s = (max - min) / (2^bits - 1)
 
     Differs:
-      As in vLLM, and not in the paper, Hadamard's matrix without random signs replaces a random rotation, and the
-      paper's extra bit per number for the sign of the projected residual (QJL) is left out. FP8 keys beyond 448 take
-      that value.
+      Values are neither rotated nor at the levels of keys, as in vLLM; the paper treats both alike, as v_levels=normal
+      does. Whole bits alone: the paper's 2.5 and 3.5 give some channels of a head one bit more, and vLLM has no such
+      type. Also as in vLLM, Hadamard's matrix without random signs replaces a random rotation, and the paper's extra
+      bit per number for the sign of the projected residual (QJL) is left out. FP8 keys beyond 448 take that value.
 
     Args:
       k_bits: bits of a key: 3 or 4, or 8 for FP8 e4m3 without rotation or scale.
@@ -142,6 +148,7 @@ def turboquant(
         these.
       correct: whether a key keeps its norm (the presets `_nc`).
       ends: layers at each end of the model that are exact, at most half of all (vLLM: 2; 0 for none).
+      v_levels: "uniform", equal steps (vLLM), or "normal", values rotated and quantized as keys are (the paper).
 
     Reference:
       TurboQuant, Zandieh et al. 2025, arXiv 2504.19874; as in vLLM, kv_cache_dtype turboquant_4bit_nc and its like
@@ -151,4 +158,9 @@ def turboquant(
         if k_bits == 8
         else kv.PerTokenCodec(LloydMax(k_bits, correct), "hadamard")
     )
-    return kv.Method(k=ExactEndLayers(keys, ends), v=ExactEndLayers(kv.PerTokenCodec(UniformQuantizer(v_bits)), ends))
+    values = (
+        kv.PerTokenCodec(UniformQuantizer(v_bits))
+        if v_levels == "uniform"
+        else kv.PerTokenCodec(LloydMax(v_bits, correct), "hadamard")
+    )
+    return kv.Method(k=ExactEndLayers(keys, ends), v=ExactEndLayers(values, ends))

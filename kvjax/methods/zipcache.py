@@ -83,9 +83,11 @@ def zipcache(
       in 4; K by channel, V by token after division by sqrt(max |V|) of each channel
 
     Differs:
-      Values have a minimum and a scale for each token and head, where the public code has one for all heads (of
-      different tokens, as each head ranks its own); probes are drawn without replacement; a chunk of decoded tokens
-      goes to the higher bits as a whole, where the code ranks it by its last query; statistics never mix sequences.
+      Decoded tokens take `high` bits each, where the public code ranks a chunk of them by its last query and gives the
+      fraction `share` of it `low` bits, 3.2 in the mean; it also codes all earlier tokens again with every chunk, from
+      what it had decoded, where here a token is coded once. Values have a minimum and a scale for each token and head,
+      where the public code has one for all heads (of different tokens, as each head ranks its own); probes are drawn
+      without replacement; statistics never mix sequences.
 
     Args:
       share: fraction of each head's prompt tokens, the least salient, in `low` bits (the public code: 40 %).

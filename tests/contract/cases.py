@@ -331,11 +331,11 @@ def think_bytes(shape: LayerShape) -> StateBytes:
     )
 
 
-def turboquant_bytes(k_bits: int, v_bits: int) -> BytesFormula:
-    """Codes, a norm of each key, and two ends of each value's range."""
+def turboquant_bytes(k_bits: int, v_bits: int, value_ends: int = 2) -> BytesFormula:
+    """Codes, a norm of each key, and two ends of each value's range, or its norm."""
 
     def count(shape: LayerShape) -> StateBytes:
-        bytes_per_token = shape.H * k_bits // 8 + 2 + shape.H * v_bits // 8 + 2 + 2
+        bytes_per_token = shape.H * k_bits // 8 + 2 + shape.H * v_bits // 8 + 2 * value_ends
         return StateBytes(
             shape.B * shape.K * shape.S * bytes_per_token + shape.position_bytes(shape.S) + shape.count_bytes()
         )
@@ -738,6 +738,9 @@ CASES = (
     ),
     MethodCase("turboquant", "turboquant", "", turboquant_bytes(4, 4)),
     MethodCase("turboquant", "turboquant:k_bits=3,v_bits=3", "", turboquant_bytes(3, 3), variant="3 bits"),
+    MethodCase(
+        "turboquant", "turboquant:v_levels=normal", "", turboquant_bytes(4, 4, value_ends=1), variant="rotated values"
+    ),
     MethodCase(
         "turned_queries",
         "turned_queries:budget=5,sinks=1,ahead=4,page=4",

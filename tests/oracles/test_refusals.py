@@ -291,6 +291,7 @@ REFUSED = {
     "triattention:furthest=0": "furthest must be at least 1, got 0",
     "turboquant:k_bits=5": "k_bits must be one of 1, 2, 3, 4, 8, got 5",
     "turboquant:v_bits=16": "v_bits must be one of 1, 2, 3, 4, 8, got 16",
+    "turboquant:v_levels=lloyd": "v_levels must be .*got 'lloyd'",
     "turboquant:ends=-1": "must be 0 or more, got -1",
     "turned_queries:ahead=-1": "ahead must be 0 or more",
     "turned_queries:reduce=sum": "reduce must be one of 'mean', 'max', got 'sum'",

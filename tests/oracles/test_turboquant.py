@@ -120,15 +120,20 @@ def test_keys_and_values_are_their_oracles(bits):
     )
 
 
-@pytest.mark.parametrize(("k_bits", "v_bits", "correct"), [(4, 4, True), (3, 4, False)])
-def test_a_batch_is_its_oracle_and_padding_may_hold_infinity(k_bits, v_bits, correct):
-    batch, method = layer.random_batch(), kvjax.methods.turboquant(k_bits, v_bits, correct)
+@pytest.mark.parametrize(
+    ("k_bits", "v_bits", "correct", "v_levels"),
+    [(4, 4, True, "uniform"), (3, 4, False, "uniform"), (4, 3, True, "normal")],
+)
+def test_a_batch_is_its_oracle_and_padding_may_hold_infinity(k_bits, v_bits, correct, v_levels):
+    batch, method = layer.random_batch(), kvjax.methods.turboquant(k_bits, v_bits, correct, v_levels=v_levels)
     out = layer.decode(method, batch, state=layer.prefill(layer.bind(method), batch, padding=np.inf))
 
     def keys(x: np.ndarray, prompt: int) -> np.ndarray:
         return np.stack([fake_quantize_key(vector, k_bits, correct)[1] for vector in x])
 
     def values(x: np.ndarray, prompt: int) -> np.ndarray:
+        if v_levels == "normal":
+            return np.stack([fake_quantize_key(vector, v_bits, correct)[1] for vector in x])
         return np.stack([fake_quantize_value(vector, v_bits) for vector in x])
 
     np.testing.assert_allclose(out, attend_decoded(batch, keys, values), atol=2e-5)
