@@ -52,6 +52,7 @@ DIFFERENT = {
     "pyramidkv": (4, 1, OWN_BUDGET),
     "qfilters": (4, 1, OWN_ARRAYS),
     "razor_attention": (3, 1, OWN_BUDGET),
+    "triattention, queries of a table": (4, 4, OWN_ARRAYS),
     "tidal_decode": (2, 2, "layers that choose tokens, and layers that read the tokens chosen below"),
 }
 """Numbers of unequal layers among four, when they read a prompt and in a decode step, and why they differ."""

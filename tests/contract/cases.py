@@ -244,11 +244,11 @@ def quest_bytes(shape: LayerShape) -> StateBytes:
     return StateBytes(full_bytes(shape).device + 2 * shape.kv_bytes(-(-shape.S // 2)))
 
 
-def recompress_bytes(num_slots: int, per_head: bool = True) -> BytesFormula:
-    """The slots, and the two last queries with their positions; `per_head` as in `selection_bytes`."""
+def recompress_bytes(num_slots: int, per_head: bool = True, num_queries: int = 2) -> BytesFormula:
+    """The slots, and the last queries with their positions; `per_head` as in `selection_bytes`."""
 
     def count(shape: LayerShape) -> StateBytes:
-        queries = 2 * shape.B * (shape.K * shape.G * shape.H * shape.itemsize + 4)
+        queries = num_queries * shape.B * (shape.K * shape.G * shape.H * shape.itemsize + 4)
         return StateBytes(2 * shape.kv_bytes(num_slots) + shape.position_bytes(num_slots, per_head) + queries)
 
     return count
@@ -728,6 +728,13 @@ CASES = (
         "triattention:budget=5,recent=2,furthest=8,every=2",
         "triattention:budget=100,recent=2,every=2",
         recompress_bytes(5 + 2 + 1),
+    ),
+    MethodCase(
+        "triattention",
+        "triattention:budget=5,recent=2,furthest=8,every=2,table=shipped",
+        "",
+        recompress_bytes(5 + 2 + 1, num_queries=0),
+        variant="queries of a table",
     ),
     MethodCase(
         "triattention",

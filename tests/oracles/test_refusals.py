@@ -288,6 +288,7 @@ REFUSED = {
     f"{SNAPKV} + tova:budget=4": "per=layer",
     "triattention:every=-1": "every must be 0 or more, got -1",
     "triattention:budget=5,recent=2 + adakv": "cannot work with component `decode`, Recompress",
+    "triattention:table=nowhere": "no table of query_moduli can be read from 'nowhere'",
     "triattention:furthest=0": "furthest must be at least 1, got 0",
     "turboquant:k_bits=5": "k_bits must be one of 1, 2, 3, 4, 8, got 5",
     "turboquant:v_bits=16": "v_bits must be one of 1, 2, 3, 4, 8, got 16",

@@ -8,18 +8,21 @@ Queries q [G Q H] at positions q_pos [Q] and keys k [S H] at positions pos [S], 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
 import numpy as np
 import pytest
 
+from kvjax.cache.calibration import table_file
+from kvjax.cache.calibration.table_file import TableFile
 from kvjax.cache.eviction.future_queries import mean_over_pre_rope, sum_queries
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.attention_mass import Observation
 from kvjax.core.rope import Rope, RopeScaling
 from kvjax.core.types import KVBlock
-from kvjax.methods.triattention import TriAttention
+from kvjax.methods.triattention import CalibratedTriAttention, QueryModuli, TriAttention
 from tests.contract import layer
 
 
@@ -126,6 +129,25 @@ def test_half_a_turn_per_position_by_hand(tokens, score):
     scorer = TriAttention(furthest=1, normalise=False)
     actual = compile_scores(scorer, spec)(KVBlock(x, x, pos[:, None]), Observation(x[:, :, None], pos))
     np.testing.assert_allclose(actual[0, 0, 0], score, atol=1e-5)
+
+
+def test_statistics_of_the_prompt_itself_in_a_table_give_its_own_scores(tmp_path):
+    batch, spec, kind = (
+        dataclasses.replace(layer.random_batch(3), lengths=np.array([9, 9, 9])),
+        layer.spec(),
+        QueryModuli(),
+    )
+    q, block = layer.prompt(batch, np.inf)
+    counts = jax.jit(lambda block, observation: kind.count(block, observation, spec))(
+        block, Observation(q, block.pos[:, 0])
+    )
+    arrays = kind.arrays(jax.tree.map(lambda x: np.asarray(x[0], np.float64), counts), spec)
+    table = TableFile(str(table_file.write(tmp_path / "t", "query_moduli", spec, [arrays])), "query_moduli")
+    actual = np.asarray(compile_scores(CalibratedTriAttention(100, given=table), spec)(block, None))
+    for head in range(layer.K):
+        queries, keys = (np.asarray(x[0, head, ..., :9, :], np.float64) for x in (batch.q, batch.k))
+        expected = scores(queries, np.arange(9), keys, np.arange(9), FREQUENCIES, 100)
+        np.testing.assert_allclose(actual[0, head], expected, atol=1e-4)
 
 
 def test_what_left_the_sliding_window_scores_below_all_others():
