@@ -70,7 +70,7 @@ def test_the_note_below_the_table_has_the_numbers_of_the_readme():
         (Path(__file__).parents[2] / "README.md").read_text(),
         " ".join(eval_command.SMALL_MODEL_NOTE.split()),
     )
-    assert "`kivi` with 2 bits 12 ±5%" in readme and "the exact cache 83 ±5%" in readme
+    assert "`kivi` with 2 bits 12% (6–26)" in readme and "the exact cache 83% (70–91)" in readme
     assert "`kivi` with 2 bits" in note and "answers 12% of later questions on SmolLM2-135M" in note
     assert "`full` answers 83%" in note and "docs/results.md" in note
 
