@@ -1,21 +1,21 @@
 """The catalogue: every method on a real model at equal bytes, for the answer to "which method for me".
 
 python -m experiments.catalogue [--only NAME] [--part 3/8] [--minutes 60]    runs what the records lack
-python -m experiments.catalogue --table [--only NAME]                        prints what the records say
+python -m docs.generate.catalogue                                            prints what the records say
 
 catalogue.toml declares the runs: models, lengths, fractions of the exact cache's bytes, tasks in the order of their
 weight, and the methods of `equal_bytes` that they are asked of. A piece of work is one task and seed under a group of
 methods, whose prompts are read once for all of them; seeds are the outer loop, so that every method has some contexts
 before any has all. `results/catalogue/NAME.jsonl` has a line for each method, task and seed: the scores of its
-contexts. Each piece is written as soon as it is done, a run goes on where the last one ended, and parts (`--part`, for
-the tasks of a job array) write files of their own. `NAME.fitted.json` says which size of each method takes which
-fraction.
+contexts; its first line is the machine. Each piece is written as soon as it is done, a run goes on where the last one
+ended, and parts (`--part`, for the tasks of a job array) write files of their own. `NAME.fitted.json` says which size
+of each method takes which fraction.
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
+import itertools
 import json
 import math
 import time
@@ -24,25 +24,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 import kvjax
 from experiments import equal_bytes
 from experiments.bench.measuring import log_progress, make_parser
 from experiments.papers.common import run_script
 from kvjax import KvjaxError, Model
-from kvjax.eval.page import intervals
 from kvjax.eval.run.cells import GROUP_METHODS, CellRunner, make_cells
-from kvjax.eval.run.equal_bytes import parse_shares
+from kvjax.eval.run.equal_bytes import DTYPE, parse_shares
+from kvjax.eval.run.machine import machine
 from kvjax.eval.run.parts import Part, parse_part
 from kvjax.eval.tasks import suite
 from kvjax.eval.tasks.case import Spec
+from kvjax.generation.memory_plan import planned_bytes
 from kvjax.utils.files import replace_atomically
 
 DECLARED = Path(__file__).with_suffix(".toml")
 RESULTS = Path(__file__).parent / "results" / "catalogue"
 FULL = equal_bytes.FULL
-BITS = ("ppl", "humaneval.bits")  # tasks whose scores are bits per byte
 
 
 class Piece(NamedTuple):
@@ -61,14 +59,17 @@ def read_declared(only: str | None) -> dict[str, Mapping[str, Any]]:
     return runs if only is None else {only: runs[only]}
 
 
-def fit(model: Model, run: Mapping[str, Any]) -> list[dict[str, Any]]:
+def fit(model: Model, run: Mapping[str, Any]) -> dict[str, Any]:
     """Fits all methods of a run to its fractions; what was fitted before is read.
 
     Returns:
-      The fields of an `equal_bytes.Point` for each method and fraction; `why` where a method cannot serve the model.
+      What `NAME.fitted.json` holds: the model, the dtype and bytes of its exact cache, and as `points` the fields of an
+      `equal_bytes.Point` for each method and fraction, with `why` where a method cannot serve the model.
     """
     path, declared = RESULTS / f"{run['name']}.fitted.json", DECLARED.parent / run["methods"]
-    points = json.loads(path.read_text()) if path.exists() else []
+    full = planned_bytes(FULL, model.config, run["length"], dtype=DTYPE).held["device"]
+    about = {"model": run["model"], "computed_in": model.dtype.name, "bytes_in": DTYPE, "full_bytes": full}
+    points = read_fitted(run)["points"] if path.exists() else []
     known = {(p["settings"], p["share"]) for p in points}
     path.parent.mkdir(parents=True, exist_ok=True)
     families = tomllib.loads(declared.read_text())["family"]
@@ -80,19 +81,55 @@ def fit(model: Model, run: Mapping[str, Any]) -> list[dict[str, Any]]:
             fitted = equal_bytes.fit_line(model, parse_shares(",".join(shares)), run["length"], name, line)
             points += [dataclasses.asdict(point) for point in fitted]
         except KvjaxError as e:
-            points += [
-                {"family": name, "settings": line, "share": share, "method": "", "why": str(e)} for share in shares
-            ]
+            nothing = {"family": name, "settings": line, "method": "", "device_bytes": 0, "host_bytes": 0}
+            points += [nothing | {"share": share, "why": str(e)} for share in shares]
         log_progress(f"{run['name']}: fitted {line}")
         with replace_atomically(path) as file:
-            file.write((json.dumps(points, indent=0) + "\n").encode())
-    return points
+            file.write((json.dumps(about | {"points": points}, indent=0) + "\n").encode())
+    return about | {"points": points}
+
+
+def read_fitted(run: Mapping[str, Any]) -> dict[str, Any]:
+    """Reads what `fit` wrote."""
+    return json.loads((RESULTS / f"{run['name']}.fitted.json").read_text())
 
 
 def read_lines(name: str) -> list[dict[str, Any]]:
-    """Reads the lines of a run, of all parts."""
-    paths = sorted(RESULTS.glob(f"{name}*.jsonl"))
+    """Reads the lines of a run, of all parts, without those of machines."""
+    return [line for line in _read_files(name) if "method" in line]
+
+
+def _read_files(name: str) -> list[dict[str, Any]]:
+    paths = sorted([*RESULTS.glob(f"{name}.jsonl"), *RESULTS.glob(f"{name}.*-of-*.jsonl")])
     return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+
+
+def sum_up(run: Mapping[str, Any]) -> dict[str, Any]:
+    """Sums up the records of a run as a document of `experiments.equal_bytes`, which the pages are made of.
+
+    A task and seed counts as soon as every method has it, so that all are compared on the same contexts.
+    """
+    fitted, lines = read_fitted(run), read_lines(run["name"])
+    failed = {x["method"]: x["failed"] for x in lines if "failed" in x}
+    methods = {FULL} | {p["method"] for p in fitted["points"] if p["method"]} - failed.keys()
+    measured = {(x["task"], x["seed"], x["method"]): x["scores"] for x in lines if "scores" in x}
+    cases = [(task["name"], seed) for task in run["task"] for seed in range(task["seeds"])]
+    cases = [case for case in cases if all((*case, method) in measured for method in methods)]
+    scores: equal_bytes.Scores = {}
+    for (task, seed), method in itertools.product(cases, sorted(methods)):
+        scores.setdefault(method, {}).setdefault(task, {})[str(seed)] = measured[task, seed, method]
+    sizes = {p["method"]: (p["device_bytes"], p["host_bytes"]) for p in fitted["points"] if p["method"]}
+    sizes[FULL] = fitted["full_bytes"], 0
+    return {
+        **fitted,
+        "length": run["length"],
+        "tasks": list(dict.fromkeys(task for task, _ in cases)),
+        "seeds": sorted({seed for _, seed in cases}),
+        "machine": next((x["machine"] for x in _read_files(run["name"]) if "machine" in x), None),
+        "bfloat16": {method: [size / fitted["full_bytes"] for size in both] for method, both in sizes.items()},
+        "scores": scores,
+        "failed": {p["settings"]: p["why"] for p in fitted["points"] if "why" in p} | failed,
+    }
 
 
 def make_pieces(run: Mapping[str, Any], methods: Sequence[str]) -> list[Piece]:
@@ -108,7 +145,7 @@ def make_pieces(run: Mapping[str, Any], methods: Sequence[str]) -> list[Piece]:
 
 def leave_out_done(piece: Piece, lines: Sequence[Mapping[str, Any]]) -> Piece:
     """Leaves out the methods that have a line of this task and seed, or have failed at any."""
-    done = {x["method"] for x in lines if (x["task"], x["seed"]) == piece[:2] or "failed" in x}
+    done = {x["method"] for x in lines if "failed" in x or (x["task"], x["seed"]) == piece[:2]}
     return piece._replace(methods=tuple(m for m in piece.methods if m not in done))
 
 
@@ -136,11 +173,13 @@ def measure(runner: CellRunner, run: Mapping[str, Any], piece: Piece) -> Iterato
 def run_missing(run: Mapping[str, Any], part: Part, until: float) -> None:
     """Runs what the records of a run lack."""
     model = kvjax.load(run["model"])
-    methods = [FULL, *dict.fromkeys(point["method"] for point in fit(model, run) if point["method"])]
+    methods = [FULL, *dict.fromkeys(point["method"] for point in fit(model, run)["points"] if point["method"])]
     runner = CellRunner(model, methods)
     suffix = f".{part.number}-of-{part.count}" if part.count > 1 else ""
     path = RESULTS / f"{run['name']}{suffix}.jsonl"
     pieces = make_pieces(run, methods)[part.number - 1 :: part.count]
+    if not path.exists():
+        path.write_text(json.dumps({"machine": machine()}) + "\n")
     for number, whole in enumerate(pieces, 1):
         piece = leave_out_done(whole, read_lines(run["name"]))
         if not piece.methods:
@@ -158,40 +197,15 @@ def run_missing(run: Mapping[str, Any], part: Part, until: float) -> None:
         )
 
 
-def format_table(run: Mapping[str, Any]) -> str:
-    """Formats a run's table in Markdown: each method at each fraction, with 95% intervals over contexts."""
-    points, lines = fit(kvjax.load(run["model"]), run), read_lines(run["name"])
-    tasks = [task["name"] for task in run["task"]]
-    scores: dict[tuple[str, str], list[float]] = collections.defaultdict(list)
-    for line in lines:
-        scores[line["method"], line["task"]] += line.get("scores", [])
-
-    def cell(method: str, task: str) -> str:
-        values = scores[method, task]
-        if not values:
-            return ""
-        if task in BITS:
-            return f"{np.mean(values):.3f}"
-        low, high = intervals.score_interval(values)
-        return f"{100 * np.mean(values):.0f} ({100 * low:.0f}–{100 * high:.0f})"
-
-    rows = [f"| method | share | {' | '.join(tasks)} |", "|---|---:|" + "---:|" * len(tasks)]
-    fitted = [(point["share"], point["method"]) for point in points if point["method"]]
-    for share, method in dict.fromkeys([("1", FULL), *fitted]):  # lines of two families may fit alike
-        rows.append(f"| `{method}` | {share} | {' | '.join(cell(method, task) for task in tasks)} |")
-    return "\n".join(rows)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     p = make_parser(__doc__)
     p.add_argument("--only", help="one run of catalogue.toml (default: all, in order)")
     p.add_argument("--part", type=parse_part, default=Part(1, 1), help="such as 3/8: a part of the pieces")
     p.add_argument("--minutes", type=float, default=math.inf, help="begin no piece after these")
-    p.add_argument("--table", action="store_true", help="run nothing")
     args = p.parse_args(argv)
     until = time.monotonic() + 60 * args.minutes
     for run in read_declared(args.only).values():
-        print(format_table(run)) if args.table else run_missing(run, args.part, until)
+        run_missing(run, args.part, until)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-from docs.generate import composition, equal_bytes, field, methods
+from docs.generate import catalogue, composition, equal_bytes, field, methods
 
 
 def pages() -> dict[str, str | bytes]:
     """Path on the site -> content, of all pages and plots."""
     text: dict[str, str | bytes] = {"composition.md": composition.page(), "field.md": field.page()}
-    return text | equal_bytes.pages() | methods.pages()
+    return text | equal_bytes.pages() | catalogue.pages() | methods.pages()

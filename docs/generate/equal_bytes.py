@@ -29,6 +29,7 @@ TITLES = {
     "niah.essays": "needles in essays",
     "turns.essays": "later questions on essays",
     "humaneval.bits": "HumanEval's solutions",
+    "ruler.niah_multikey_1": "one key of many",
 }
 MODELS = {"testbed": "the testbed model", "smollm2-135m": "SmolLM2-135M"}
 BIT_TASKS = ("ppl", "humaneval.bits")  # tasks measured in bits per byte, above the full cache's
@@ -62,6 +63,11 @@ class Result:
         """A method's bytes on the device and on the host, as fractions of the exact cache's, both in bfloat16."""
         return tuple(self.document["bfloat16"][method])
 
+    @property
+    def title(self) -> str:
+        """The model's name."""
+        return MODELS.get(self.document["model"], self.document["model"])
+
     def points(self, family: str | None = None, fraction: str | None = None) -> list[Mapping[str, Any]]:
         """The measured points of a family, a fraction, or both."""
         measured = [p for p in self.document["points"] if p["method"] in self.document["scores"]]
@@ -87,11 +93,15 @@ class Result:
         return ", ".join(f"{len(self.contexts(FULL, task))} of {TITLES[task]}" for task in self.document["tasks"])
 
     def difference(self, method: str, task: str) -> tuple[float, Interval | None]:
-        """(a method's mean score minus the full cache's, percentage points or bits per byte; its 95% interval)."""
-        own, full = self.contexts(method, task), self.contexts(FULL, task)
+        """A method's `paired_difference` to the full cache."""
+        return self.paired_difference(method, FULL, task)
+
+    def paired_difference(self, method: str, other: str, task: str) -> tuple[float, Interval | None]:
+        """(a method's mean score minus another's, percentage points or bits per byte; its 95% interval)."""
+        own, others = self.contexts(method, task), self.contexts(other, task)
         if task in BIT_TASKS:
-            return float((own - full).mean()), mean_interval(own - full)
-        return float(100 * (own - full).mean()), _in_percent(paired_interval(own, full))
+            return float((own - others).mean()), mean_interval(own - others)
+        return float(100 * (own - others).mean()), _in_percent(paired_interval(own, others))
 
 
 def _in_percent(interval: Interval) -> Interval:
@@ -279,7 +289,7 @@ def page(result: Result, plot: str | None) -> str:
     )
     machine = document["machine"]
     picture = f"\n![quality against bytes]({plot})\n" if plot else ""
-    return f"""# Methods at equal bytes: {MODELS.get(document["model"], document["model"])}
+    return f"""# Methods at equal bytes: {result.title}
 
 `python -m experiments.equal_bytes` measured this on `{document["model"]}`, with contexts of {document["length"]:,}
 tokens.

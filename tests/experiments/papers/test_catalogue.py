@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 import kvjax
+from docs.generate import catalogue as page
+from docs.generate.equal_bytes import Result
 from experiments import catalogue
 from kvjax.eval import Spec, compare
 
@@ -55,7 +57,7 @@ def results(tmp_path, directory, monkeypatch):
 
 def test_a_run_goes_on_in_parts_and_has_the_scores_of_compare(results, directory, capsys):
     catalogue.main(["--minutes", "0"])  # fits, and has no time for more
-    points = json.loads((results / "tiny.fitted.json").read_text())
+    points = json.loads((results / "tiny.fitted.json").read_text())["points"]
     assert [(p["settings"], bool(p["method"])) for p in points] == [
         ("sinks_and_recent:budget=32", True),
         ("int8", True),
@@ -71,9 +73,46 @@ def test_a_run_goes_on_in_parts_and_has_the_scores_of_compare(results, directory
     mean = {x["method"]: np.mean(x["scores"]) for x in lines if x["task"] == "ppl"}
     assert mean == pytest.approx({row.method: row.bits for row in rows}, abs=1e-4)
     capsys.readouterr()
-    catalogue.main(["--table"])
-    table = capsys.readouterr().out
-    assert f"| `{tokens}` | 3/4 | 0 (" in table and f"{mean['int8']:.3f}" in table
+    page.main(["--out", str(results)])
+    printed = capsys.readouterr().out
+    best = min((tokens, "int8"), key=mean.__getitem__)
+    assert (
+        f"| a long text goes on | {mean['full']:.3f} bits a byte | `{best}` {mean[best] - mean['full']:+.3f}" in printed
+    )
+    assert "- sinks_and_recent:budget=32" in printed and "- int8" in printed  # the front
+    assert (results / "catalogue.tiny.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_seed_counts_once_every_method_has_it(results):
+    catalogue.main(["--minutes", "0"])
+    (run,) = catalogue.read_declared(None).values()
+    methods = ["full", *(p["method"] for p in catalogue.read_fitted(run)["points"] if p["method"])]
+    lines = [{"method": m, "task": "turns", "seed": seed, "scores": [1.0, 0.5]} for seed in (0, 1) for m in methods]
+    written = [{"machine": catalogue.machine()}, *lines[:-1]]
+    (results / "tiny.jsonl").write_text("".join(json.dumps(line) + "\n" for line in written))
+    document = catalogue.sum_up(run)
+    assert document["tasks"] == ["turns"] and document["seeds"] == [0]
+    assert document["scores"] == {m: {"turns": {"0": [1.0, 0.5]}} for m in methods}
+    failed = {"method": methods[-1], "task": "turns", "seed": 1, "failed": "no memory"}
+    (results / "tiny.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*written, failed]))
+    document = catalogue.sum_up(run)
+    assert document["seeds"] == [0, 1] and methods[-1] not in document["scores"]
+    assert document["failed"][methods[-1]] == "no memory"
+
+
+def test_the_front_takes_the_best_of_each_use_in_turn():
+    def result(right, bits):
+        scores = {"turns.essays": right, "ppl": bits}
+        points = [
+            {"method": m, "settings": m.upper(), "family": "f", "share": "1/4", "device_bytes": 1} for m in "abcd"
+        ]
+        measured = {m: {task: {"0": [by_method[m]] * 2} for task, by_method in scores.items()} for m in "abcd"}
+        return Result({"points": points, "scores": measured, "tasks": list(scores)})
+
+    first = result({"a": 1.0, "b": 0.9, "c": 0.8, "d": 0.1}, {"a": 1.5, "b": 1.4, "c": 1.3, "d": 1.2})
+    assert page.choose_front([first], most=3) == ["A", "D", "B"]
+    second = result({"a": 0.1, "b": 0.2, "c": 0.8, "d": 0.1}, {"a": 1.2, "b": 1.3, "c": 1.4, "d": 1.5})
+    assert page.choose_front([first, second], most=9) == ["A", "C", "D", "B"]
 
 
 def test_a_method_that_fails_is_recorded_and_not_tried_again(results, directory, monkeypatch):

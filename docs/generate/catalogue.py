@@ -1,0 +1,255 @@
+"""The answer to "which method for me": tables and pictures of what `python -m experiments.catalogue` measured.
+
+python -m docs.generate.catalogue [--out docs]    prints the tables of docs/results.md, and writes its pictures
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
+
+from docs.generate import equal_bytes
+from docs.generate.equal_bytes import BIT_TASKS, Result, format_score
+from experiments import catalogue
+from experiments.equal_bytes import FULL
+from kvjax.eval.page.intervals import Interval
+
+USES = {
+    "turns": "many questions about one text",
+    "turns.essays": "many questions about one text",
+    "ruler.niah_multikey_1": "one key of many",
+    "ruler.vt": "a chain of variables",
+    "ppl": "a long text goes on",
+    "humaneval.bits": "code goes on",
+}
+"""Task -> what someone does who cares for it, in the order of the table."""
+
+NAMED = 5  # methods that a cell or a picture names for each fraction
+FRONT = 16  # methods that are measured on the larger models
+
+
+def read_results() -> dict[str, Result]:
+    """Reads the runs of catalogue.toml that have records: name -> result."""
+    declared = catalogue.read_declared(None).items()
+    documents = {name: catalogue.sum_up(run) for name, run in declared if catalogue.read_lines(name)}
+    return {name: Result(document) for name, document in documents.items() if document["tasks"]}
+
+
+def order(result: Result, task: str, fraction: str) -> list[Mapping[str, Any]]:
+    """The methods at a fraction, the best first."""
+    points = {p["method"]: p for p in result.points(fraction=fraction)}  # lines of two families may fit alike
+    sign = 1 if task in BIT_TASKS else -1
+    # Fewer bytes decide between equals.
+    return sorted(points.values(), key=lambda p: (sign * result.contexts(p["method"], task).mean(), p["device_bytes"]))
+
+
+def find_uses(result: Result) -> list[str]:
+    """The tasks that a result has, in the order of the table; the first is that of the picture."""
+    return [task for task in USES if task in result.document["tasks"]]
+
+
+def winners_table(result: Result) -> str:
+    """For each use and fraction the best methods, and how many others the contexts do not tell from the first."""
+    fractions = result.fractions
+    lines = [
+        f"| use | exact cache | {' | '.join(f'{x} of the bytes' for x in fractions)} |",
+        "|---" * (len(fractions) + 2) + "|",
+    ]
+    for task in find_uses(result):
+        cells = [_best_methods(result, task, fraction) for fraction in fractions]
+        exact = (
+            f"{result.contexts(FULL, task).mean():.3f} bits a byte"
+            if task in BIT_TASKS
+            else _percent(result, FULL, task)
+        )
+        lines.append(f"| {USES[task]} | {exact} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _best_methods(result: Result, task: str, fraction: str) -> str:
+    ordered = order(result, task, fraction)
+    if not ordered:
+        return ""
+    best = [f"`{p['method']}` {_percent(result, p['method'], task)}" for p in ordered[:NAMED]]
+    first = ordered[0]["method"]
+    alike = [p for p in ordered[NAMED:] if not is_worse(result, task, p["method"], first)]
+    return "<br>".join(best) + (f"<br>and {len(alike)} more that are not told apart" if alike else "")
+
+
+def _percent(result: Result, method: str, task: str) -> str:
+    score, interval = result.score(method, task)
+    return format_score(task, score, interval)
+
+
+def is_worse(result: Result, task: str, method: str, than: str) -> bool:
+    """Whether the 95% interval of two methods' difference, paired by context, excludes 0 on the worse side."""
+    interval = result.paired_difference(method, than, task)[1]
+    if interval is None:
+        return False
+    return interval.low > 0 if task in BIT_TASKS else interval.high < 0
+
+
+def failures_table(result: Result) -> str:
+    """How many methods of each family answer less than the exact cache, by fraction, for the use of the picture."""
+    pictured = find_uses(result)[0]
+    lines = [f"| family | {' | '.join(result.fractions)} |", "|---|" + "---:|" * len(result.fractions)]
+    for family in result.families:
+        cells = []
+        for fraction in result.fractions:
+            points = [p for p in order(result, pictured, fraction) if p["family"] == family]
+            worse = [p for p in points if is_worse(result, pictured, p["method"], FULL)]
+            cells.append(f"{len(worse)} of {len(points)}" if points else "")
+        lines.append(f"| {family} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def choose_front(results: Sequence[Result], most: int = FRONT) -> list[str]:
+    """Chooses the lines of `equal_bytes.toml` that larger models are asked about.
+
+    The rule, written before any of them ran: in turn, each result's each task at each fraction gives the best method
+    that no other has given, until there are `most`.
+    """
+    queues = [
+        [p["settings"] for p in order(result, task, fraction)]
+        for fraction in dict.fromkeys(fraction for result in results for fraction in result.fractions)
+        for task in USES
+        for result in results
+        if task in find_uses(result)
+    ]
+    chosen: dict[str, None] = {}
+    while any(queues) and len(chosen) < most:
+        for queue in queues:
+            while queue and queue[0] in chosen:
+                queue.pop(0)
+            if queue and len(chosen) < most:
+                chosen[queue.pop(0)] = None
+    return list(chosen)
+
+
+def draw(result: Result) -> bytes:
+    """A PNG: later questions answered against bytes on the device.
+
+    The best of each fraction have names, the others are gray, and methods that hold the rest on the host are hollow.
+    """
+    pictured = find_uses(result)[0]
+    figure = Figure(figsize=(9.2, 5.2), layout="constrained")
+    ax = figure.subplots()
+    exact, _ = result.score(FULL, pictured)
+    ax.axhline(exact, color="0.6", linewidth=0.8, zorder=0)
+    ax.annotate(
+        "the exact cache",
+        (0.0, exact),
+        (6, 4),
+        xycoords=("axes fraction", "data"),
+        textcoords="offset points",
+        fontsize=8,
+    )
+    number, labels = 0, {}
+    for fraction in result.fractions:
+        for rank, point in enumerate(order(result, pictured, fraction)):
+            device, host = result.bfloat16(point["method"])
+            score, interval = result.score(point["method"], pictured)
+            face = "white" if host > 0.01 else None
+            if rank >= NAMED:
+                ax.plot(device, score, "o", ms=4, color="0.75", mfc=face or "0.75", zorder=1)
+                continue
+            low, high = interval or Interval(score, score)
+            name = f"{number + 1}  {point['method']}: {score:.0f}%"
+            style = {
+                "color": f"C{number % 10}",
+                "mfc": face or f"C{number % 10}",
+                "marker": "o",
+                "ms": 7,
+                "ls": "",
+                "zorder": 3,
+            }
+            ax.errorbar(
+                [device], [score], [[score - low], [high - score]], label=name, elinewidth=0.8, capsize=2, **style
+            )
+            number += 1
+            labels.setdefault((round(device, 2), score), []).append(str(number))
+    for place, numbers in labels.items():
+        ax.annotate(", ".join(numbers), place, (6, 3), textcoords="offset points", fontsize=8)
+    ticks = [*result.fractions, "1/16", "1/32"]
+    ax.set(xscale="log", ylim=(-4, 104), yticks=range(0, 101, 20))
+    ax.set_xticks([float(Fraction(tick)) for tick in ticks], ticks)
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.set_xlabel("bytes of the cache on the device, of the exact cache's, both in bfloat16 (logarithmic)")
+    ax.set_ylabel("later questions answered right, %")
+    contexts, methods = len(result.contexts(FULL, pictured)), len(result.document["scores"]) - 1
+    title = f"{result.title}, {result.document['length']:,} tokens of essays, {methods} settings"
+    bars = f"bars are 95% intervals over {contexts} contexts; hollow: the rest is on the host"
+    ax.set_title(f"{title}\n{bars}", fontsize=9)
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.grid(alpha=0.25)
+    ax.legend(fontsize=7.5, frameon=False, ncols=1, loc="center left", bbox_to_anchor=(1.01, 0.5))
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=130)
+    return picture.getvalue()
+
+
+def summary(result: Result) -> str:
+    """What docs/results.md has of a run."""
+    machine = result.document["machine"]
+    where = f"{machine['processor']}, {machine['cores']} cores, JAX {machine['jax']}"
+    return f"""{len(result.document["scores"]) - 1} settings; {result.counts()}; {where}.
+
+{winners_table(result)}
+
+How many methods of each family answer less than the exact cache, by an interval that excludes 0:
+
+{failures_table(result)}
+"""
+
+
+def page(name: str, result: Result) -> str:
+    """The site's page of a run; its picture is that of docs/results.md."""
+    tables = "\n\n".join(f"## {x} of the bytes\n\n{equal_bytes.fraction_table(result, x)}" for x in result.fractions)
+    gaps = "\n\n".join(f"### {x} of the bytes\n\n{equal_bytes.difference_table(result, x)}" for x in result.fractions)
+    return f"""# The catalogue: {result.title}, {result.document["length"]:,} tokens
+
+`python -m experiments.catalogue --only {name}` measured this: every method at the largest size whose planned bytes on
+the device fit a fraction of the exact cache's, both in bfloat16. Questions come after the compression; 95% intervals
+over contexts stand in brackets: Wilson's, and of bits per byte Student's of differences paired by context.
+
+![Later questions against bytes](catalogue.{name}.png)
+
+{summary(result)}
+{tables}
+
+## Differences from the exact cache, paired by context
+
+{gaps}
+{equal_bytes.too_large_section(result)}"""
+
+
+def pages() -> dict[str, str | bytes]:
+    """Path -> content: a page and a picture for each run with records."""
+    results = read_results().items()
+    return {f"catalogue.{name}.md": page(name, result) for name, result in results} | {
+        f"catalogue.{name}.png": draw(result) for name, result in results
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--out", type=Path, help="writes the pictures here, such as docs")
+    args = p.parse_args(argv)
+    results = read_results()
+    for name, result in results.items():
+        print(f"## {name}\n\n{summary(result)}")
+        if args.out is not None:
+            (args.out / f"catalogue.{name}.png").write_bytes(draw(result))
+    print("The front, by the rule of `choose_front`:", *choose_front(list(results.values())), sep="\n- ")
+
+
+if __name__ == "__main__":
+    main()
