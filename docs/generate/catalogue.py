@@ -31,7 +31,7 @@ USES = {
 }
 """Task -> what someone does who cares for it, in the order of the table."""
 
-NAMED = 5  # methods that a cell or a picture names for each fraction
+NAMED = 3  # methods that a table or a picture names for each fraction
 FRONT = 16  # methods that are measured on the larger models
 
 
@@ -58,34 +58,33 @@ def find_uses(result: Result) -> list[str]:
 def winners_table(result: Result) -> str:
     """For each use and fraction the best methods, and how many others the contexts do not tell from the first."""
     fractions = result.fractions
-    lines = [
-        f"| use | exact cache | {' | '.join(f'{x} of the bytes' for x in fractions)} |",
-        "|---" * (len(fractions) + 2) + "|",
-    ]
+    lines = [f"| | {' | '.join(f'{x} of the bytes' for x in fractions)} |", "|---" * (len(fractions) + 1) + "|"]
     for task in find_uses(result):
-        cells = [_best_methods(result, task, fraction) for fraction in fractions]
-        exact = (
-            f"{result.contexts(FULL, task).mean():.3f} bits a byte"
-            if task in BIT_TASKS
-            else _percent(result, FULL, task)
-        )
-        lines.append(f"| {USES[task]} | {exact} | {' | '.join(cells)} |")
+        ordered = [order(result, task, fraction) for fraction in fractions]
+        alike = [
+            [p for p in points if not is_worse(result, task, p["method"], points[0]["method"])] for points in ordered
+        ]
+        more = [f"not told apart from the first: {len(points) - 1} more" for points in alike]
+        lines.append(f"| **{USES[task]}**; exact cache {_exact(result, task)} | {' | '.join(more)} |")
+        for rank in range(NAMED):
+            cells = [_method_cell(result, task, points[rank : rank + 1]) for points in ordered]
+            lines.append(f"| {rank + 1} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def _best_methods(result: Result, task: str, fraction: str) -> str:
-    ordered = order(result, task, fraction)
-    if not ordered:
-        return ""
-    best = [f"`{p['method']}` {_percent(result, p['method'], task)}" for p in ordered[:NAMED]]
-    first = ordered[0]["method"]
-    alike = [p for p in ordered[NAMED:] if not is_worse(result, task, p["method"], first)]
-    return "<br>".join(best) + (f"<br>and {len(alike)} more that are not told apart" if alike else "")
+def _exact(result: Result, task: str) -> str:
+    return f"{result.contexts(FULL, task).mean():.3f} bits" if task in BIT_TASKS else _score(result, task, FULL)
 
 
-def _percent(result: Result, method: str, task: str) -> str:
+def _method_cell(result: Result, task: str, points: Sequence[Mapping[str, Any]]) -> str:
+    return "".join(f"`{point['method']}` {_score(result, task, point['method'])}" for point in points)
+
+
+def _score(result: Result, task: str, method: str) -> str:
     score, interval = result.score(method, task)
-    return format_score(task, score, interval)
+    if task in BIT_TASKS or score is None or interval is None:
+        return format_score(task, score)
+    return f"{score:.0f} ({interval.low:.0f}–{interval.high:.0f})"
 
 
 def is_worse(result: Result, task: str, method: str, than: str) -> bool:

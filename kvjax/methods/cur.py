@@ -58,7 +58,7 @@ def cur(
 
     Differs:
       AdaCurDKV, the paper's variant that ranks the tokens of all heads of a layer, is 'cur + adakv' (unverified: its
-      guaranteed fraction); alone every head keeps the same number, as in CurDKV and `CURPress`. `docs/results.md` has
+      guaranteed fraction); alone every head keeps the same number, as in CurDKV and `CURPress`. `docs/divisions.md` has
       what each division keeps. The random projection of keys and values before their norms are taken, an option of
       kvpress that is off there, is left out. With leverage=mean and no windows kvpress adds norms that are not
       fractions; here fractions are always added.

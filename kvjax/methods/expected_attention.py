@@ -172,7 +172,7 @@ def expected_attention(
 
     Differs:
       kvpress' evaluation runs it over AdaKV, as 'expected_attention:epsilon=0.01 + adakv:rule=kvpress' does; alone
-      every head keeps the same number of tokens, as under `ExpectedAttentionPress`. `docs/results.md` has what each
+      every head keeps the same number of tokens, as under `ExpectedAttentionPress`. `docs/divisions.md` has what each
       division keeps. Statistics are of a sequence's own queries as the model makes them, so models that normalize
       queries work too, where kvpress computes them from hidden states; tokens that have left a layer's sliding window
       score 0. A learned sink counts in the softmax. A soft cap does not: the expectation of the exponential of a

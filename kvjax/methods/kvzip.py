@@ -129,7 +129,7 @@ def kvzip(
     Differs:
       The first tokens always stay, in every head; the template's end of turn is not appended to the instruction.
       level=layer is `layerwise=True` of kvpress; level=head is the authors' `--level pair-uniform`, and their `--level
-      head`, which drops whole heads, is not here. `docs/results.md` has what each division keeps.
+      head`, which drops whole heads, is not here. `docs/divisions.md` has what each division keeps.
 
     Args:
       budget: as in `make_selection`, on average over the heads that share it.
