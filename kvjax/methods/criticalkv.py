@@ -73,9 +73,9 @@ def criticalkv(share: float = 0.5) -> kv.Method:
 
     Differs:
       It divides no budget: alone every head keeps the same number of tokens, as under `CriticalKVPress`; the paper's
-      other variant and `CriticalAdaKVPress` are '.. + adakv:rule=kvpress + criticalkv'. `docs/divisions.md` has what each
-      division keeps. Sinks and windows always stay and count in the first half, where kvpress may lose a part of the
-      window in the second; over AdaKV each head's own count is halved, where kvpress also keeps AdaKV's guaranteed
+      other variant and `CriticalAdaKVPress` are '.. + adakv:rule=kvpress + criticalkv'. `docs/divisions.md` has what
+      each division keeps. Sinks and windows always stay and count in the first half, where kvpress may lose a part of
+      the window in the second; over AdaKV each head's own count is halved, where kvpress also keeps AdaKV's guaranteed
       fraction.
 
     Args:
