@@ -19,6 +19,7 @@ from checkpoints_convert.families import (
     find_prefixes,
     is_buffer,
     is_later_layer,
+    is_unread_projection,
     rename,
 )
 from checkpoints_convert.hf_config import translate
@@ -145,6 +146,8 @@ def _read_sizes(config: Config, layer: int) -> dict[str, int]:
     """Returns the sizes of the axes of one layer's parameters, by the letters of `families`."""
     attention, mlp = config.kind(layer).attention, config.kind(layer).mlp
     sizes = {"V": config.vocab_size, "D": config.width, "F": mlp.width, "one": 1, "two": 2}
+    if (own := config.per_layer_embedding) is not None:
+        sizes |= {"L": own.layers, "J": own.width}
     sizes |= {"K": attention.kv_heads, "G": attention.groups, "H": attention.head_dim, "W": attention.value_dim}
     if attention.recurrence is not None:
         keys, values = attention.head_dim, attention.groups * attention.value_dim
@@ -186,6 +189,7 @@ def plan_conversion(source: Source) -> ConversionPlan:
     tied_head = head if config.tie_embeddings and head in source.tensors else None
     left_out = {name for name in source.tensors if family.left_out is not None and family.left_out.search(name)}
     left_out |= {name for name in source.tensors if is_later_layer(name, source.config, family)}
+    left_out |= {name for name in source.tensors if is_unread_projection(name, config)}
     found = {name: t for name, t in source.tensors.items() if not is_buffer(name, t.shape) and name not in left_out}
     if problems := _find_problems(found, bindings, head, tied_head):
         lines = "\n  ".join(problems)

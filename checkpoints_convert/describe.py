@@ -118,11 +118,14 @@ def _describe_kind(kind: LayerKind, number: int) -> str:
             f"queries that grow every {a.query_temperature.positions if a.query_temperature else 0:,} positions",
         ),
         (bool(a.qk_norm), f"norms of queries and keys by {'head' if a.qk_norm == 'head' else 'all heads'}"),
+        (a.value_norm, "values over their root mean square"),
+        (a.keys_as_values, "one projection for keys and values"),
         (bool(biased), f"biases of {biased}"),
         (a.sinks, "learned sinks"),
         (kind.norms != "before", f"norms {'after' if kind.norms == 'after' else 'before and after'} each part"),
         (kind.unit_offset, "norms times 1 + scale"),
         (kind.residual != 1, f"a residual factor of {kind.residual:g}"),
+        (kind.output_scale, "a learned factor of the layer's output"),
     )
     return ", ".join(words + [fact for holds, fact in facts if holds])
 
@@ -134,6 +137,7 @@ def _describe_mlp(mlp: MlpKind) -> str:
     groups = f" from {experts.top_groups} of {experts.groups} groups" if experts.groups > 1 else ""
     shared = f" and a shared one {experts.shared_width:,} wide" if experts.shared_width else ""
     shared += " with a gate" if experts.shared_gate else ""
+    shared += ", each with its own norms" if experts.own_norms else ""
     groups += ", chosen by sigmoids and a bias" if experts.scoring == "sigmoid" else ""
     return f"{experts.count} experts of which {experts.top_k}{groups}, each {width}{shared}"
 
@@ -144,6 +148,8 @@ def _describe_rope(rope: Rope | None) -> str:
     scaling = ""
     if rope.scaling is not None:
         scaling = f", {rope.scaling.kind} by {rope.scaling.factor:g}"
-        if rope.scaling.kind != "linear":  # which has no original length
+        if rope.scaling.kind == "proportional":
+            scaling += f", {rope.scaling.rotated_fraction:g} of the pairs"
+        elif rope.scaling.kind != "linear":  # neither has an original length
             scaling += f" from {rope.scaling.original_max_positions:,} positions"
     return f"RoPE of {rope.dim} channels (theta {rope.theta:,.10g}{scaling})"

@@ -6,7 +6,8 @@ which `hf_config` reads), and one or more tables of tensors.
 Axes have the letters of `kvjax.core.types`, in the notation of einops: a source weight "(K G H) D" holds the query
 heads of all KV heads in its rows. Further letters: E experts, S the shared MLP's width, W the width of a value head
 before the output projection; of latent attention R its rank, Q that of queries, P and U the channels of a query head
-with and without position, X = P + U, Y = P + R, Z = U + W; of a recurrence N the tokens of its convolution, C the
+with and without position, X = P + U, Y = P + R, Z = U + W; L layers and J the width of their own vectors of the tokens;
+of a recurrence N the tokens of its convolution, C the
 channels of it, X = 2 H + 2 G W. `{i}` is the layer's number, `{e}` an expert's.
 """
 
@@ -21,7 +22,17 @@ from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 from kvjax.core.rope import yarn_length_factor
-from kvjax.models.kinds import AttentionKind, Experts, GatedDelta, Latent, LayerKind, MlpKind, QueryTemperature
+from kvjax.models.config import Config
+from kvjax.models.kinds import (
+    AttentionKind,
+    Experts,
+    GatedDelta,
+    Latent,
+    LayerKind,
+    MlpKind,
+    PerLayerEmbedding,
+    QueryTemperature,
+)
 from kvjax.models.quantized_params import DECAY_BIAS, LOG_RATE
 
 Values = Mapping[str, Any]
@@ -258,6 +269,31 @@ RECURRENCE_BY_PART = (
     _rule(f"{LAYER}.linear_attn.in_proj_a.weight", f"{OURS}/recurrence/decay/kernel", "(K G) D -> D K G"),
     *RECURRENCE,
 )
+GEMMA_4 = (
+    _rule("model.embed_tokens_per_layer.weight", "per_layer_table", "V (L J) -> V L J"),
+    _rule("model.per_layer_model_projection.weight", "per_layer_map", "(L J) D -> D L J"),
+    _rule("model.per_layer_projection_norm.weight", "per_layer_norm/scale", "J -> J"),
+    _rule(f"{LAYER}.per_layer_input_gate.weight", f"{OURS}/token_gate/kernel", "J D -> D J"),
+    _rule(f"{LAYER}.per_layer_projection.weight", f"{OURS}/token_up/kernel", "D J -> J D"),
+    _rule(f"{LAYER}.post_per_layer_input_norm.weight", f"{OURS}/token_norm/scale", "D -> D"),
+    _rule(f"{LAYER}.layer_scalar", f"{OURS}/output_scale", "one -> one"),
+    _rule(f"{LAYER}.router.proj.weight", ROUTER, "E D -> D E"),
+    _rule(f"{LAYER}.router.scale", f"{OURS}/mlp/router_norm/scale", "D -> D"),
+    _rule(f"{LAYER}.router.per_expert_scale", f"{OURS}/mlp/expert_factors", "E -> E"),
+    _rule(f"{LAYER}.pre_feedforward_layernorm_2.weight", f"{OURS}/mlp/experts_norm/scale", "D -> D"),
+    _rule(f"{LAYER}.post_feedforward_layernorm_2.weight", f"{OURS}/mlp/experts_post_norm/scale", "D -> D"),
+    _rule(f"{LAYER}.post_feedforward_layernorm_1.weight", f"{OURS}/mlp/shared_post_norm/scale", "D -> D"),
+    _rule(f"{LAYER}.mlp.gate_proj.weight", f"{OURS}/mlp/shared/gate/kernel", "S D -> D S"),
+    _rule(f"{LAYER}.mlp.up_proj.weight", f"{OURS}/mlp/shared/up/kernel", "S D -> D S"),
+    _rule(f"{LAYER}.mlp.down_proj.weight", f"{OURS}/mlp/shared/down/kernel", "D S -> S D"),
+    TensorRule(
+        f"{LAYER}.experts.gate_up_proj",
+        tuple(TargetParameter(path, "E F D -> E D F") for path in GATE_AND_UP),
+        unpack="E (two F) D -> (two E) F D",
+    ),
+    _rule(f"{LAYER}.experts.down_proj", f"{OURS}/mlp/down/kernel", "E D F -> E F D"),
+)
+"""What Gemma 4 has beyond Gemma 3."""
 GPT_OSS_EXPERTS = (
     _rule(f"{LAYER}.mlp.router.weight", ROUTER, "E D -> D E"),
     _rule(f"{LAYER}.mlp.router.bias", f"{OURS}/mlp/router/bias", "E -> E"),
@@ -308,6 +344,13 @@ def is_buffer(name: str, shape: tuple[int, ...]) -> bool:
     return any(pattern.search(name) and is_one(shape) for pattern, is_one in BUFFERS.items())
 
 
+def is_unread_projection(name: str, config: Config) -> bool:
+    """Whether a tensor would make keys or values of a layer that reads another layer's, and so has none."""
+    match = re.search(r"(?<![^.])layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm)\.", name)
+    layer = int(match[1]) if match else config.layers
+    return layer < config.layers and config.kind(layer).attention.reads_layer is not None
+
+
 def is_later_layer(name: str, config: Mapping[str, Any], family: Family) -> bool:
     """Whether a tensor is of a layer after the decoder's, which predicts tokens after the next one."""
     layers, later = (config.get(x, family.defaults.get(x)) for x in ("num_hidden_layers", "num_nextn_predict_layers"))
@@ -353,6 +396,9 @@ COUNT_OR_ZERO = "be 0 or a positive integer"
 COUNT_OR_NULL, NUMBER_OR_NULL = "be null or a positive integer", "be null or a positive number"
 FACTOR = "be null, 0 or a positive number"
 INDICES, SWITCHES = "be null or a list of layers' numbers", "be null or a list of 0 and 1"
+COUNT_OR_ZERO_OR_NULL = "be null, 0 or a positive integer"
+BIDIRECTIONAL = 'be null, "vision" or "all"'
+OVERRIDES = "be null or say head_dim and num_key_value_heads of single layers, by their numbers"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -383,6 +429,7 @@ class Family:
       partial_rotary: whether `partial_rotary_factor` is obeyed.
       rope_by_type: where layers of each type have RoPE parameters of their own, the key of the base of layers with a
         window; else empty.
+      rope_types: of scaling of RoPE.
       longrope_names: types of RoPE scaling that mean longrope.
       refine: adds to the kind of layer i what only this family has.
       outside: makes the fields of `Config` that are not those of layers.
@@ -409,6 +456,7 @@ class Family:
     layer_types: Callable[[Values], list[str]] | None = None
     partial_rotary: bool = False
     rope_by_type: str = ""
+    rope_types: tuple[str, ...] = ("linear", "llama3", "yarn", "longrope")
     longrope_names: tuple[str, ...] = ("longrope",)
     refine: Callable[[LayerKind, Values, int], LayerKind] = lambda kind, values, i: kind
     outside: Callable[[Values], dict[str, Any]] = lambda values: {}
@@ -555,6 +603,55 @@ def refine_gemma3(kind: LayerKind, values: Values, i: int) -> LayerKind:
     return replace(kind, attention=replace(kind.attention, scale=values["query_pre_attn_scalar"] ** -0.5))
 
 
+def gemma4_types(values: Values) -> list[str]:
+    """Gemma 4: all layers but every sixth and the last have the window."""
+    layers = values["num_hidden_layers"]
+    return [SLIDING if (i + 1) % 6 and i + 1 < layers else FULL for i in range(layers)]
+
+
+def _read_gemma4_heads(values: Values, i: int, has_window: bool) -> tuple[int, int]:
+    """Reads the width and the number of key/value heads of a layer of Gemma 4.
+
+    Published files say what layers without a window have; transformers saves what each layer has that others do not.
+    """
+    heads = {key: values[key] for key in ("head_dim", "num_key_value_heads")}
+    if values["per_layer_config"] is not None:
+        heads |= next((own for key, own in values["per_layer_config"].items() if int(key) == i), {})
+    elif not has_window:
+        heads["head_dim"] = values["global_head_dim"]
+        if values["attention_k_eq_v"] and values["num_global_key_value_heads"] is not None:
+            heads["num_key_value_heads"] = values["num_global_key_value_heads"]
+    return heads["head_dim"], heads["num_key_value_heads"]
+
+
+def refine_gemma4(kind: LayerKind, values: Values, i: int) -> LayerKind:
+    """Gemma 4: two widths of heads, keys and values of earlier layers, or keys as values; experts beside an MLP."""
+    types, layers = values.get("layer_types") or gemma4_types(values), values["num_hidden_layers"]
+    has_window, num_own = types[i] == SLIDING, layers - values["num_kv_shared_layers"]
+    head_dim, kv_heads = _read_gemma4_heads(values, i, has_window)
+    reads_layer = None if i < num_own else max(j for j in range(num_own) if types[j] == types[i])
+    rope = kind.attention.rope
+    assert rope is not None
+    attention = replace(
+        kind.attention,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        value_dim=head_dim,
+        rope=replace(rope, dim=head_dim),
+        scale=1.0,
+        reads_layer=reads_layer,
+        value_norm=reads_layer is None,
+        keys_as_values=reads_layer is None and bool(values["attention_k_eq_v"]) and not has_window,
+    )
+    mlp = kind.mlp
+    if values["use_double_wide_mlp"] and reads_layer is not None:
+        mlp = replace(mlp, width=2 * mlp.width)
+    if values["enable_moe_block"]:
+        experts = Experts(values["num_experts"], values["top_k_experts"], shared_width=mlp.width, own_norms=True)
+        mlp = replace(mlp, width=values["moe_intermediate_size"], experts=experts)
+    return replace(kind, attention=attention, mlp=mlp)
+
+
 def refine_mixtral(kind: LayerKind, values: Values, i: int) -> LayerKind:
     """Mixtral: experts in all layers."""
     experts = Experts(values["num_local_experts"], values["num_experts_per_tok"])
@@ -678,6 +775,43 @@ def _float_or_none(x: Any) -> float | None:
 
 def _read_gemma_outside(values: Values) -> dict[str, Any]:
     return {"embed_scale": values["hidden_size"] ** 0.5, "final_cap": _float_or_none(values["final_logit_softcapping"])}
+
+
+def _read_gemma4_outside(values: Values) -> dict[str, Any]:
+    width, layers = values["hidden_size_per_layer_input"], values["num_hidden_layers"]
+    own = PerLayerEmbedding(width, layers) if width else None
+    return _read_gemma_outside(values) | {"per_layer_embedding": own}
+
+
+def _find_gemma4_problems(values: Values) -> Iterator[str]:
+    if values["use_bidirectional_attention"] == "all":
+        yield "use_bidirectional_attention ('all') is not supported; a cache needs tokens that see only earlier ones"
+    if values["hidden_size_per_layer_input"] and values["vocab_size_per_layer_input"] != values["vocab_size"]:
+        yield (
+            f"vocab_size_per_layer_input {values['vocab_size_per_layer_input']} is not vocab_size "
+            f"{values['vocab_size']}, and each token has a row in both tables; give both tables equal rows"
+        )
+    if values["enable_moe_block"]:
+        for key in ("num_experts", "top_k_experts", "moe_intermediate_size"):
+            if values[key] is None:
+                yield f"enable_moe_block needs {key} beside it; copy config.json again"
+    types, layers = values.get("layer_types") or gemma4_types(values), values["num_hidden_layers"]
+    if not isinstance(types, list) or len(types) != layers:
+        return  # which is refused in all families
+    if types[-1] != FULL:
+        yield (
+            f"layer_types ends with {types[-1]!r:.80}, in whose place transformers takes {FULL!r}; write {FULL!r} there"
+        )
+    own = types[: max(layers - values["num_kv_shared_layers"], 0)]
+    if without := [x for x in dict.fromkeys(types) if x not in own]:
+        yield (
+            f"num_kv_shared_layers {values['num_kv_shared_layers']} of {layers} leaves no layer with keys and values "
+            f"that those of type {without[0]!r:.80} could read; lower it"
+        )
+    if values["per_layer_config"] is not None:
+        wrong = [key for key in values["per_layer_config"] if int(key) >= layers]
+        if wrong:
+            yield f"per_layer_config names layer {wrong[0]!r:.80} of {layers}; copy config.json again"
 
 
 def _find_bidirectional(values: Values) -> Iterator[str]:
@@ -1099,6 +1233,49 @@ FAMILIES["gemma3"] = Family(
             FAMILIES["gemma3_text"],
             left_out=TOWER,
             outside=lambda values: _read_gemma_outside(values) | {"final_cap": None},
+        )
+    },
+)
+FAMILIES["gemma4_text"] = Family(
+    "Gemma4ForCausalLM",
+    {key: x for key, x in GEMMA.items() if key not in ("query_pre_attn_scalar", "attn_logit_softcapping")}
+    | {"vocab_size": 262144, "num_hidden_layers": 30, "max_position_embeddings": 131072, "sliding_window": 512}
+    | {"global_head_dim": 512, "num_global_key_value_heads": None, "per_layer_config": None}
+    | {"attention_k_eq_v": False, "num_kv_shared_layers": 0, "use_double_wide_mlp": False, "enable_moe_block": False}
+    | {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144}
+    | {"num_experts": None, "top_k_experts": None, "moe_intermediate_size": None}
+    | {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.25},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        }
+    },
+    tables=((*FAMILIES["gemma2"].tables[0], *GEMMA_4),),
+    layer={"norms": "both", "output_scale": True},
+    attention={"qk_norm": "head"},
+    switches=BIASES,
+    keys={
+        **{"final_logit_softcapping": NUMBER_OR_NULL, "use_bidirectional_attention": BIDIRECTIONAL},
+        **{"global_head_dim": COUNT, "num_global_key_value_heads": COUNT_OR_NULL, "per_layer_config": OVERRIDES},
+        **{"num_kv_shared_layers": COUNT_OR_ZERO, "hidden_size_per_layer_input": COUNT_OR_ZERO_OR_NULL},
+        **dict.fromkeys(("attention_k_eq_v", "use_double_wide_mlp", "enable_moe_block"), SWITCH),
+        **dict.fromkeys(("num_experts", "top_k_experts", "moe_intermediate_size"), COUNT_OR_NULL),
+    },
+    activation="hidden_activation",
+    sliding="by layer",
+    layer_types=gemma4_types,
+    rope_by_type="rope_theta",
+    rope_types=("linear", "llama3", "yarn", "proportional"),
+    refine=refine_gemma4,
+    outside=_read_gemma4_outside,
+    find_unsupported=_find_gemma4_problems,
+)
+FAMILIES["gemma4"] = Family(
+    "Gemma4ForConditionalGeneration",
+    decoders={
+        "gemma4_text": replace(
+            FAMILIES["gemma4_text"],
+            left_out=re.compile(r"^(\w+\.)*(vision_tower|audio_tower|embed_vision|embed_audio)\."),
         )
     },
 )

@@ -12,9 +12,11 @@ from typing import Any, TypeGuard
 
 from checkpoints_convert import fp8, mxfp4
 from checkpoints_convert.families import (
+    BIDIRECTIONAL,
     COUNT,
     COUNT_OR_NULL,
     COUNT_OR_ZERO,
+    COUNT_OR_ZERO_OR_NULL,
     FACTOR,
     FAMILIES,
     FULL,
@@ -22,6 +24,7 @@ from checkpoints_convert.families import (
     NUMBER,
     NUMBER_OR_NULL,
     ORIGINAL,
+    OVERRIDES,
     ROPE,
     SLIDING,
     SWITCH,
@@ -58,7 +61,7 @@ RELATIVES = {
     "glm_moe_dsa": "deepseek_v3",
     "kimi_linear": "kimi_k2",
     "mistral4": "deepseek_v3",
-    **dict.fromkeys(("gemma3n", "gemma3n_text", "gemma4", "gemma4_text"), "gemma3"),
+    **dict.fromkeys(("gemma3n", "gemma3n_text"), "gemma3"),
 }
 """Family that is often asked for -> the supported family that it resembles and that lacks some of its parts."""
 
@@ -93,12 +96,20 @@ def _is_positive(x: Any) -> bool:
     return is_number(x) and 0 < x <= sys.float_info.max
 
 
+def _is_override(layer: Any, own: Any) -> bool:
+    """Whether an entry of `per_layer_config` says sizes of one layer's heads, and nothing else."""
+    is_layer = isinstance(layer, str) and layer.isascii() and layer.isdigit()
+    known = isinstance(own, Mapping) and own.keys() <= {"head_dim", "num_key_value_heads"}
+    return is_layer and known and all(is_integer(x) and 0 < x <= MAX_SIZE for x in own.values())
+
+
 IDS, NAMES, NUMBERS = "name tokens by their ids", "be a list of names", "be a list of positive numbers"
 ONE_SET = "be one set for all layers, and not differ by layer type"
 KINDS: dict[str, Callable[[Any], bool]] = {
     COUNT: lambda x: is_integer(x) and 0 < x <= MAX_SIZE,
     COUNT_OR_ZERO: lambda x: is_integer(x) and 0 <= x <= MAX_SIZE,
     COUNT_OR_NULL: lambda x: x is None or (is_integer(x) and 0 < x <= MAX_SIZE),
+    COUNT_OR_ZERO_OR_NULL: lambda x: x is None or (is_integer(x) and 0 <= x <= MAX_SIZE),
     NUMBER: _is_positive,
     NUMBER_OR_NULL: lambda x: x is None or _is_positive(x),
     FACTOR: lambda x: x is None or (is_number(x) and 0 <= x <= sys.float_info.max),
@@ -106,6 +117,8 @@ KINDS: dict[str, Callable[[Any], bool]] = {
     SWITCH: lambda x: x is None or isinstance(x, bool),
     INDICES: lambda x: x is None or (isinstance(x, list) and all(is_integer(i) and i >= 0 for i in x)),
     SWITCHES: lambda x: x is None or (isinstance(x, list) and all(i in (0, 1) for i in x)),
+    BIDIRECTIONAL: lambda x: x in (None, "vision", "all"),
+    OVERRIDES: lambda x: x is None or (isinstance(x, Mapping) and all(map(_is_override, x, x.values()))),
     IDS: lambda x: all(is_integer(i) and i >= 0 for i in (x if isinstance(x, list) else [x])),
     NAMES: lambda x: isinstance(x, list) and all(isinstance(name, str) for name in x),
     ONE_SET: lambda x: isinstance(x, Mapping) and not any(isinstance(value, Mapping) for value in x.values()),
@@ -154,7 +167,8 @@ def _read_layer(values: Raw, family: Family, types: list[str], i: int) -> LayerK
     """Reads the kind of layer i; `types` has the type of each layer."""
     heads, kv_heads, head_dim = values["num_attention_heads"], values["num_key_value_heads"], _read_head_dim(values)
     rope = values[ROPE][types[i] if family.rope_by_type else ""]
-    rotary_dim = int(head_dim * rope["partial_rotary_factor"])
+    is_proportional = rope.get("rope_type") == "proportional"  # a scaling of all pairs, some of them by 0
+    rotary_dim = head_dim if is_proportional else int(head_dim * rope["partial_rotary_factor"])
     biases = {name: True for key, names in family.switches.items() if values[key] for name in names}
     has_mlp_bias = biases.pop("mlp_bias", False)
     attention = AttentionKind(
@@ -264,6 +278,7 @@ _SCALING_VALUES = {
     | dict.fromkeys(("mscale", "mscale_all_dim"), FACTOR),
     "longrope": {"short_factor": NUMBERS, "long_factor": NUMBERS, ORIGINAL: COUNT}
     | {"factor": NUMBER_OR_NULL, "attention_factor": NUMBER_OR_NULL},
+    "proportional": {"factor": NUMBER_OR_NULL},
 }
 """Type of scaling -> its parameters and what their values must be."""
 
@@ -272,7 +287,7 @@ def _find_unsupported(values: Raw, family: Family) -> Iterator[str]:
     """Yields what would change the numbers and is not supported, each with its remedy."""
     for key, remedy in REFUSED.items():
         is_read = key == "quantization_config" and (mxfp4.is_used(values) or fp8.read_block(values) is not None)
-        if values.get(key) and not is_read:
+        if values.get(key) and not is_read and key not in family.keys:
             yield f"{key} ({values[key]!r:.80}) is not supported; {remedy}"
     activation = values[family.activation]
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
@@ -299,15 +314,16 @@ def _find_unsupported(values: Raw, family: Family) -> Iterator[str]:
 
 def _find_unsupported_rope(values: Raw, family: Family, rope: Raw) -> Iterator[str]:
     fraction, scaling = rope["partial_rotary_factor"], rope.get("rope_type")
-    if fraction > 1 or (fraction < 1 and not family.partial_rotary):
+    is_proportional = scaling == "proportional" and scaling in family.rope_types
+    if fraction > 1 or (fraction < 1 and not family.partial_rotary and not is_proportional):
         yield f"partial_rotary_factor {fraction} is not supported for {family.architecture}; leave it out"
     unnamed = {key: x for key, x in rope.items() if key not in HARMLESS and x is not None}
     if scaling is None and (unnamed.get("factor", 1) != 1 or unnamed.keys() - {"factor"}):
         # Nothing says which formula such parameters belong to.
         remedy = "add the one that the model was trained with, or remove it"
         yield f"RoPE scaling {unnamed!r:.200} names no rope_type; {remedy}"
-    if scaling not in (None, "default", *SCALING_KINDS):
-        supported = ", ".join(map(repr, ("default", *SCALING_KINDS)))
+    if scaling not in (None, "default", *family.rope_types):
+        supported = ", ".join(map(repr, ("default", *family.rope_types)))
         yield (
             f"RoPE scaling {scaling!r:.80} is not supported; supported: {supported}; it would change every logit, so "
             "use a checkpoint without it"
@@ -347,6 +363,8 @@ def _complete(raw: Raw, family: Family) -> dict[str, Any]:
     aliases = {key: raw[alias] for alias, key in family.aliases.items() if alias in raw and raw.get(key) is None}
     values = {**family.defaults, **raw, **aliases}
     scaling, parameters = values.get("rope_scaling") or {}, values.get("rope_parameters") or {}
+    if family.rope_by_type:
+        parameters = parameters or family.defaults.get("rope_parameters", {})
     thetas = {"": values["rope_theta"]}
     if family.rope_by_type:
         thetas = {FULL: values["rope_theta"], SLIDING: values[family.rope_by_type]}
@@ -390,6 +408,8 @@ def _read_scaling(values: Raw, rope: Raw) -> RopeScaling | None:
         return None
     if kind == "linear":
         return RopeScaling("linear", float(rope["factor"]))
+    if kind == "proportional":
+        return RopeScaling(kind, float(rope.get("factor") or 1), rotated_fraction=float(rope["partial_rotary_factor"]))
     original, positions = _read_original(values, rope), values["max_position_embeddings"]
     factor = positions / original if rope.get("factor") is None else float(rope["factor"])
     if kind == "llama3":
@@ -427,6 +447,9 @@ def _scales_by_one(values: Raw, rope: Raw, kind: str) -> bool:
     """Whether a scaling of RoPE leaves every angle and the length of the vectors as they are."""
     factor, attention = rope.get("factor"), rope.get("attention_factor")
     factors = [1 if attention is None else attention]
+    if kind == "proportional":
+        factor = 1 if factor is None else factor
+        factors = [rope["partial_rotary_factor"]]
     if kind == "longrope":  # the factor only sets the length of the vectors, by default from the two contexts
         is_original = _read_original(values, rope) == values["max_position_embeddings"]
         factor = 1 if factor is None and is_original else factor

@@ -15,7 +15,7 @@ from kvjax.core.types import Array
 from kvjax.errors import KvjaxError
 from kvjax.utils.parameter_types import PositiveFloat, check_fields
 
-SCALING_KINDS = ("linear", "llama3", "yarn", "longrope")
+SCALING_KINDS = ("linear", "llama3", "yarn", "longrope", "proportional")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,11 +27,12 @@ class RopeScaling:
     smooth band between (Llama 3.1 model card). "yarn" divides those that turn fewer than `beta_slow` times within the
     original positions and keeps those that turn more than `beta_fast` times, with a ramp over the pairs between (Peng
     et al., 2023, arXiv 2309.00071). "longrope" divides each frequency by a number of its own, for which it has two
-    lists (Ding et al., 2024, arXiv 2402.13753). The last two multiply rotated queries and keys by `attention_factor`;
-    see `Rope.query_factor`. `yarn_scaling` and `longrope_scaling` have the papers' default of it.
+    lists (Ding et al., 2024, arXiv 2402.13753). These two multiply rotated queries and keys by `attention_factor`; see
+    `Rope.query_factor`. `yarn_scaling` and `longrope_scaling` have the papers' default of it. "proportional" turns the
+    pairs of the highest frequencies alone, which it divides by `factor`; all others have frequency 0 (Gemma 4).
 
     Attributes:
-      kind: "linear", "llama3", "yarn" or "longrope".
+      kind: "linear", "llama3", "yarn", "longrope" or "proportional".
       factor: by which a context is longer than the original one.
       low_freq_factor, high_freq_factor: of "llama3".
       original_max_positions: positions of the context that the model was first trained on.
@@ -45,6 +46,7 @@ class RopeScaling:
         than their positions say.
       is_fixed: whether `is_long` holds for all texts. Otherwise a long one is a default, in whose place each of kvjax's
         own calls takes the list for the length of its texts, `kvjax.models.Config.for_length`.
+      rotated_fraction: of "proportional", the fraction of the pairs that turn.
     """
 
     kind: str
@@ -60,6 +62,7 @@ class RopeScaling:
     long_factors: tuple[float, ...] = ()
     is_long: bool = True
     is_fixed: bool = False
+    rotated_fraction: float = 1.0
 
     def __post_init__(self):
         if self.kind not in SCALING_KINDS:
@@ -70,6 +73,11 @@ class RopeScaling:
             x = getattr(self, name)
             if not _is_positive(x):
                 raise KvjaxError(f"{name} of RoPE scaling must be a positive number, got {x!r:.80}")
+        if not _is_positive(self.rotated_fraction) or self.rotated_fraction > 1:
+            raise KvjaxError(
+                "rotated_fraction of RoPE scaling must be a number above 0 and at most 1, got "
+                f"{self.rotated_fraction!r:.80}"
+            )
         for name in ("truncate", "is_long", "is_fixed"):
             if not isinstance(getattr(self, name), bool):
                 raise KvjaxError(f"{name} of RoPE scaling must be true or false, got {getattr(self, name)!r:.80}")
@@ -96,6 +104,7 @@ class RopeScaling:
         newer_fields = {
             "yarn": ("attention_factor", "beta_fast", "beta_slow", "truncate"),
             "longrope": ("attention_factor", "short_factors", "long_factors", "is_long"),
+            "proportional": ("rotated_fraction",),
         }
         left_out = set().union(*newer_fields.values()).difference(newer_fields.get(self.kind, ()))
         left_out |= set() if self.is_fixed else {"is_fixed"}
@@ -230,6 +239,9 @@ class Rope:
             return freq
         if s.kind == "linear":
             return freq / s.factor
+        if s.kind == "proportional":
+            num_rotated = int(s.rotated_fraction * self.dim // 2)
+            return jnp.where(jnp.arange(half) < num_rotated, freq / s.factor, 0.0)
         if s.kind == "longrope":
             return freq / jnp.asarray(s.long_factors if s.is_long else s.short_factors, jnp.float32)
         if s.kind == "yarn":

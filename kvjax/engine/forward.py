@@ -70,6 +70,28 @@ def embed_at(
     return constrain(hidden, "B T D", target.mesh), angles
 
 
+@functools.partial(jax.jit, static_argnames="target")
+def _token_vectors(
+    params: Any, tokens: Int32[Array, "B T"], layer: Int32[Array, ""] | np.int32, target: Target
+) -> Float[Array, "B T J"]:
+    vectors = _decoder(params, target.config).apply({"params": params}, tokens, layer, method=Decoder.token_vectors)
+    return cast(Array, vectors)
+
+
+def layer_angles(params: Any, angles: Angles, layer: int, target: Target) -> Angles:
+    """Returns what a layer takes of the angles: where tokens have a vector for each layer, those in place of the ids.
+
+    Args:
+      params: of the model.
+      angles: from `embed`.
+      layer: index of the layer. Its value is traced, so that all layers share one program.
+      target: model configuration.
+    """
+    if target.config.per_layer_embedding is None:
+        return angles
+    return (*angles[:-1], (_token_vectors(outer_params(params), *angles[-1], np.int32(layer), target=target),))
+
+
 def apply_unembed(params: Any, hidden: Float[Array, "*rest D"], target: Target) -> Float32[Array, "*rest V"]:
     """Turns hidden vectors of the last layer into logits."""
     return cast(Array, _decoder(params, target.config).apply({"params": params}, hidden, method=Decoder.finish))
@@ -213,8 +235,9 @@ def run_layers(
         reads = target.config.kind(i).attention.reads_layer
         source = None if reads is None else (results[reads - first_layer], shared[reads])
         run_layer = (target.run_selecting_layer if call.selects_queries else None) or target.run_layer
+        own_angles = layer_angles(params, angles, i, target)
         hidden, result, cross_layer, shared[i] = run_layer(
-            params[f"layer_{i}"], hidden, angles, mode, state, cross_layer, source, call=call, target=target
+            params[f"layer_{i}"], hidden, own_angles, mode, state, cross_layer, source, call=call, target=target
         )
         results.append(result)
     return hidden, tuple(results)

@@ -28,6 +28,7 @@ from kvjax.engine.forward import (
     Progress,
     Target,
     embed,
+    layer_angles,
     layer_calls,
     outer_params,
     run_layers,
@@ -293,8 +294,9 @@ def prefill_by_layer(
 
     def run_chunk(layer: int, source: Any, state: Any, chunk: PromptChunk) -> tuple[Any, PromptChunk]:
         (hidden, angles), mode = chunk.tokens, ChunkedPrefill(chunk.start, lengths)
+        own_angles = layer_angles(params, angles, layer, target)
         hidden, state, _, _ = target.run_layer(
-            params[f"layer_{layer}"], hidden, angles, mode, state, None, source, call=calls[layer], target=target
+            params[f"layer_{layer}"], hidden, own_angles, mode, state, None, source, call=calls[layer], target=target
         )
         return state, chunk._replace(tokens=(hidden, angles))
 

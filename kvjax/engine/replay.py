@@ -19,7 +19,7 @@ from jaxtyping import Int32
 
 from kvjax.cache.protocol import BoundLayer
 from kvjax.core.types import Array
-from kvjax.engine.forward import Target, apply_layer, embed_at, outer_params
+from kvjax.engine.forward import Target, apply_layer, embed_at, layer_angles, outer_params
 from kvjax.engine.layer_prompt import LayerCall, LayerPrompt
 from kvjax.engine.modes import PromptReplay
 from kvjax.engine.positions import token_positions
@@ -114,7 +114,7 @@ def replay_layer(
         copy.hidden, prompt, _, copy.shared[layer] = target.run_layer(
             params[f"layer_{layer}"],
             copy.hidden,
-            copy.angles,
+            layer_angles(params, copy.angles, layer, target),
             copy.mode,
             prompt,
             None,
@@ -160,7 +160,7 @@ def replay_with_gradients(
             copy.hidden, _, _, copy.shared[i] = _run_layer(
                 params[f"layer_{i}"],
                 copy.hidden,
-                copy.angles,
+                layer_angles(params, copy.angles, i, target),
                 copy.mode,
                 prompts[i],
                 None,
@@ -176,7 +176,7 @@ def replay_with_gradients(
             gradient, source_gradient, prompt = _differentiate_layer(
                 params[f"layer_{i}"],
                 inputs.pop(),
-                copy.angles,
+                layer_angles(params, copy.angles, i, target),
                 copy.mode,
                 prompt,
                 sources[i],

@@ -18,7 +18,7 @@ from kvjax.core.attention import Rule
 from kvjax.core.rope import Rope, RopeScaling
 from kvjax.core.types import hash_once
 from kvjax.errors import KvjaxError
-from kvjax.models.kinds import AttentionKind, LayerKind, MlpKind, QueryTemperature
+from kvjax.models.kinds import AttentionKind, LayerKind, MlpKind, PerLayerEmbedding, QueryTemperature
 from kvjax.utils import arguments
 from kvjax.utils.files import parse_json_object
 from kvjax.utils.parameter_types import NonNegativeInt, PositiveFloat, Size, check_fields, check_value
@@ -44,6 +44,7 @@ class Config:
       embed_scale: factor of the embedded tokens, rounded to the model's dtype (Gemma).
       logit_scale: factor of the logits (Granite).
       final_cap: c in c * tanh(logit / c), which bounds the logits (Gemma 2); None for none.
+      per_layer_embedding: a second embedding of the tokens, of which each layer reads its own part, or None.
     """
 
     vocab_size: Size
@@ -58,6 +59,7 @@ class Config:
     embed_scale: PositiveFloat = 1.0
     logit_scale: PositiveFloat = 1.0
     final_cap: PositiveFloat | None = None
+    per_layer_embedding: PerLayerEmbedding | None = None
 
     def __post_init__(self):
         if not isinstance(self.kinds, tuple):
@@ -80,6 +82,11 @@ class Config:
             raise KvjaxError("unit_offset must be equal in all kinds of a model's layers")
         for i in range(self.layers):
             self._check_source(i)
+        if self.per_layer_embedding is not None and self.per_layer_embedding.layers < self.layers:
+            raise KvjaxError(
+                f"config field per_layer_embedding has vectors for {self.per_layer_embedding.layers} layers, and the "
+                f"pattern names {self.layers}; give one for each layer"
+            )
         if all(kind.attention.recurrence is not None for kind in self.kinds):
             raise KvjaxError(
                 "all layers have a recurrence and none has keys and values, so that there is nothing for a method of a "
@@ -330,18 +337,27 @@ class Config:
         if raw is None:
             raw = dataclasses.asdict(self)
             # So that configs of before these fields keep their text and digests.
+            if self.per_layer_embedding is None:
+                del raw["per_layer_embedding"]
+            for kind in raw["kinds"]:
+                if not kind["output_scale"]:
+                    del kind["output_scale"]
             for experts in (kind["mlp"]["experts"] for kind in raw["kinds"]):
                 if experts and experts["scoring"] == "softmax":
                     del experts["scoring"]
-                if experts and not experts["shared_gate"]:
-                    del experts["shared_gate"]
+                for field in ("shared_gate", "own_norms") if experts else ():
+                    if not experts[field]:
+                        del experts[field]
             for attention in (kind["attention"] for kind in raw["kinds"]):
-                for field in ("reads_layer", "query_temperature", "recurrence", "output_gate"):
+                newer_fields = ("reads_layer", "query_temperature", "recurrence", "output_gate", "value_norm")
+                for field in (*newer_fields, "keys_as_values"):
                     if attention[field] is None or attention[field] is False:
                         del attention[field]
                 scaling = (attention["rope"] or {}).get("scaling")
                 if scaling and not scaling["is_fixed"]:
                     del scaling["is_fixed"]
+                if scaling and scaling["kind"] != "proportional":
+                    del scaling["rotated_fraction"]
         elif raw["rope_scaling"] is not None:
             raw["rope_scaling"] = raw["rope_scaling"].to_json()
         return json.dumps(raw, indent=2) + "\n"

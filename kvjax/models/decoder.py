@@ -13,19 +13,20 @@ import numpy as np
 from jax import lax
 
 from kvjax.core.gated_delta import RecurrentInputs
-from kvjax.core.matmul import grouped_matmul, unembed
+from kvjax.core.matmul import grouped_matmul, matmul, unembed
 from kvjax.core.quantized_kernel import dequantize
 from kvjax.core.rope import rotate
 from kvjax.core.top_k import top_k
 from kvjax.core.types import Array
 from kvjax.models.config import Config
 from kvjax.models.kinds import LayerKind, MlpKind, QueryTemperature
-from kvjax.models.layers import Linear, RMSNorm
+from kvjax.models.layers import Linear, RMSNorm, divide_by_root_mean_square
 from kvjax.models.quantized_params import CHOICE_BIAS, DECAY_BIAS, LOG_RATE
 
 Angles = tuple[tuple[Array, ...], ...]
 """cos and sin, each f32[B T pairs], for each of the `ropes` of a config; then a factor f32[B T] of queries for each of
-its `query_temperatures`."""
+its `query_temperatures`; and of a config with a `per_layer_embedding` the tokens' ids i32[B T], which `layer_angles` of
+the engine replaces by the vectors [B T J] of the layer at hand."""
 Attend = Callable[[int, Any, Any, Any, Array], tuple[Array, Any]]
 """(layer, q [B K G T H], k [B K T H], both after RoPE, v [B K T H], the attention's input x [B T D]) -> (attention
 output [B K G T H], the layer's new state). Values and outputs have the width of values, which may be another one. k and
@@ -92,12 +93,14 @@ class Attention(nn.Module):
         if a.reads_layer is not None:
             return q, None, None, None
         k = linear("D K H", (D, K, H), name="k")(x)
-        v = linear("D K H", (D, K, a.value_dim), name="v")(x)
+        v = k if a.keys_as_values else linear("D K H", (D, K, a.value_dim), name="v")(x)
         if a.qk_norm == "all":
             k = norm((K, H), axes="K H", name="k_norm")(k)
         k, v = jnp.moveaxis(k, 1, 2), jnp.moveaxis(v, 1, 2)
         if a.qk_norm == "head":
             k = norm((H,), axes="H", name="k_norm")(k)
+        if a.value_norm:
+            v = divide_by_root_mean_square(v, c.norm_eps).astype(v.dtype)
         return q, k, v, None
 
     def _project_latent(self, x: Array, x_q: Array) -> tuple[Array, Array, Array, Array]:
@@ -235,13 +238,20 @@ class MixtureOfExperts(nn.Module):
     width: int  # D
     dtype: jnp.dtype
     kind: MlpKind
+    norm_eps: float = 1e-6  # of the norms that experts may have of their own
 
     @nn.compact
-    def __call__(self, x: Array) -> Array:
+    def __call__(self, x: Array, unnormed: Array | None = None) -> Array:
+        """Computes the outputs for x [B T D]; `unnormed` is x before its norm, for experts with norms of their own."""
         D, F, experts = self.width, self.kind.width, self.kind.experts
         assert experts is not None
-        tokens = x.reshape(-1, D)
-        chosen, weights = self._route(tokens)
+        norm = functools.partial(RMSNorm, (D,), self.norm_eps, dtype=self.dtype)
+        tokens = routed = x.reshape(-1, D)
+        if experts.own_norms:
+            assert unnormed is not None
+            tokens = norm(name="experts_norm")(unnormed.reshape(-1, D))
+            routed = norm(name="router_norm")(unnormed.reshape(-1, D))
+        chosen, weights = self._route(routed)
         # Tokens are sorted by expert: each expert then multiplies one run of rows.
         order = jnp.argsort(chosen.reshape(-1))
         expert = chosen.reshape(-1)[order]
@@ -257,6 +267,8 @@ class MixtureOfExperts(nn.Module):
         rows = rows.astype(jnp.float32) * weights.reshape(-1)[order][:, None]
         # Back in the order of the tokens: a sum over each one's experts, and no scatter, whose order would vary.
         y = rows[jnp.argsort(order)].reshape(-1, experts.top_k, D).sum(1).astype(x.dtype).reshape(x.shape)
+        if experts.own_norms:
+            y = norm(name="experts_post_norm")(y)
         if experts.shared_width:
             shared = MLP(
                 D,
@@ -266,7 +278,7 @@ class MixtureOfExperts(nn.Module):
             )(x)
             if experts.shared_gate:
                 shared = shared * jax.nn.sigmoid(Linear("D S", (D, 1), dtype=self.dtype, name="shared_gate")(x))
-            y = y + shared
+            y = y + (norm(name="shared_post_norm")(shared) if experts.own_norms else shared)
         return y
 
     def _route(self, x: Array) -> tuple[Array, Array]:
@@ -277,6 +289,8 @@ class MixtureOfExperts(nn.Module):
         # In float32 where sigmoids are weights, as transformers has it: all are near one another, and rounding chooses.
         linear = functools.partial(Linear, "D E", shape, bias=experts.router_bias, dtype=self.dtype)
         logits = linear(in_float32=is_sigmoid, name="router")(x).astype(jnp.float32)
+        if experts.own_norms:
+            logits = logits * self.width**-0.5  # Gemma 4
         candidates = logits
         if is_sigmoid:
             scores = jax.nn.sigmoid(logits)
@@ -299,6 +313,10 @@ class MixtureOfExperts(nn.Module):
             weights = jax.nn.softmax(best, -1)
         else:
             weights = jnp.take_along_axis(jax.nn.softmax(logits, -1), chosen, -1)
+        if experts.own_norms:
+            init: Any = nn.with_logical_partitioning(nn.initializers.ones, ("E",))
+            factors: Any = self.param("expert_factors", init, (experts.count,), self.dtype)
+            weights = weights * factors.astype(jnp.float32)[chosen]
         return chosen, weights * experts.factor
 
 
@@ -356,9 +374,28 @@ class Layer(nn.Module):
             y = self.perturb("attention_output", y)
             x = add_attention(take_tokens(x, query_indices), y)
         with jax.named_scope("mlp"):
-            module = MLP if kind.mlp.experts is None else MixtureOfExperts
-            mlp = module(c.width, self.dtype, kind.mlp, name="mlp")
-            return map_token_blocks(lambda x: mlp(mlp_norm(x)), add_mlp, x), state
+            if kind.mlp.experts is None:
+                mlp = MLP(c.width, self.dtype, kind.mlp, name="mlp")
+            else:
+                mlp = MixtureOfExperts(c.width, self.dtype, kind.mlp, c.norm_eps, name="mlp")
+            x = map_token_blocks(
+                lambda x: mlp(mlp_norm(x)) if isinstance(mlp, MLP) else mlp(mlp_norm(x), x), add_mlp, x
+            )
+        if c.per_layer_embedding is not None:
+            x = x + self._add_token_vectors(x, take_tokens(angles[-1][0], query_indices))
+        if kind.output_scale:
+            init: Any = nn.with_logical_partitioning(nn.initializers.ones, ("one",))
+            scale: Any = self.param("output_scale", init, (1,), self.dtype)
+            x = x * scale[None, None]
+        return x, state
+
+    def _add_token_vectors(self, x: Array, vectors: Array) -> Array:
+        """Computes what the layer's own vectors of the tokens [B T J] add to x [B T D]."""
+        c, J = self.config, vectors.shape[-1]
+        opened = Linear("D J", (c.width, J), dtype=self.dtype, name="token_gate")(x)
+        y = Linear("J D", (J, c.width), dtype=self.dtype, name="token_up")(gate(self.kind.mlp, opened, vectors))
+        norm = RMSNorm((c.width,), c.norm_eps, dtype=self.dtype, unit_offset=self.kind.unit_offset, name="token_norm")
+        return norm(y)
 
     def _norms(self, part: str) -> tuple[Callable[[Array], Array], Callable[[Array, Array], Array]]:
         """Returns what makes the input of a part of the layer, and what adds its output to the hidden vectors."""
@@ -426,23 +463,46 @@ class Decoder(nn.Module):
         self.final_norm = RMSNorm((c.width,), c.norm_eps, dtype=self.dtype, unit_offset=unit_offset)
         if not c.tie_embeddings:
             self.head = Linear("D V", (c.width, c.vocab_size), dtype=self.dtype)
+        if (own := c.per_layer_embedding) is not None:
+            table_init: Any = nn.with_logical_partitioning(nn.initializers.normal(own.width**-0.5), ("V", "L", "J"))
+            self.per_layer_table = self.param(
+                "per_layer_table", table_init, (c.vocab_size, own.layers, own.width), self.dtype
+            )
+            map_init: Any = nn.with_logical_partitioning(nn.initializers.normal(1.0), ("D", "L", "J"))
+            self.per_layer_map = self.param("per_layer_map", map_init, (c.width, own.layers, own.width), self.dtype)
+            self.per_layer_norm = RMSNorm((own.width,), c.norm_eps, axes="J", dtype=self.dtype, unit_offset=unit_offset)
 
     def __call__(self, tokens: Array, pos: Array, attend: Attend) -> tuple[Array, tuple]:
         x, angles = self.embed(tokens, pos)
         states = []
-        for block in self.blocks:
+        for i, block in enumerate(self.blocks):
+            if self.config.per_layer_embedding is not None:
+                angles = (*angles[:-1], (self.token_vectors(tokens, i),))
             x, state = block(x, angles, attend)
             states.append(state)
         return self.final_norm(x), tuple(states)
 
     def embed(self, tokens: Array, pos: Array) -> tuple[Array, Angles]:
         """Returns the first layer's input, x [B T D], and what its layers need of the positions."""
-        x, scale = self.embedding[tokens], self.config.embed_scale
-        if scale != 1.0:
-            x = x * jnp.asarray(scale, x.dtype)
         angles = tuple(rope.angles(pos) for rope in self.config.ropes)
         factors = tuple((_grow_queries(temperature, pos),) for temperature in self.config.query_temperatures)
-        return x, angles + factors
+        # Their vectors in all layers would take more than the hidden vectors of a prompt: a layer asks for its own.
+        ids = () if self.config.per_layer_embedding is None else ((tokens,),)
+        return self._embed_tokens(tokens), angles + factors + ids
+
+    def _embed_tokens(self, tokens: Array) -> Array:
+        x, scale = self.embedding[tokens], self.config.embed_scale
+        return x if scale == 1.0 else x * jnp.asarray(scale, x.dtype)
+
+    def token_vectors(self, tokens: Array, layer: Array | int) -> Array:
+        """Returns the vectors [B T J] of the tokens' `per_layer_embedding` in a layer, given by its index."""
+        own = self.config.per_layer_embedding
+        assert own is not None
+        x = self._embed_tokens(tokens)
+        projected = matmul(x.reshape(-1, x.shape[-1]), self.per_layer_map[:, layer]).reshape(*x.shape[:-1], own.width)
+        projected = self.per_layer_norm(projected * jnp.asarray(self.config.width**-0.5, x.dtype))
+        row = self.per_layer_table[tokens, layer] * jnp.asarray(own.width**0.5, x.dtype)
+        return (projected + row) * jnp.asarray(2**-0.5, x.dtype)
 
     def finish(self, x: Array) -> Array:
         """Turns the last layer's output [... D] into logits f32[... V]."""

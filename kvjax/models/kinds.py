@@ -92,6 +92,8 @@ class AttentionKind:
       value_dim: width of values; by default `head_dim`.
       scale: factor of the dot products; None: head_dim ** -0.5. The decoder folds it into the queries.
       qk_norm: RMSNorm of queries and keys: "" for none, of each "head", or of "all" heads together (OLMo 2).
+      value_norm: whether the values of each head are divided by their root mean square, without a scale (Gemma 4).
+      keys_as_values: whether values are what keys are before norm and rotation, as one projection makes both (Gemma 4).
       qkv_bias, out_bias: whether these projections have a bias.
       sinks: whether each query head has a learned logit that takes weight and gives no value (gpt-oss).
       latent: multi-head latent attention, or None.
@@ -118,6 +120,8 @@ class AttentionKind:
     query_temperature: QueryTemperature | None = None
     output_gate: bool = False
     recurrence: GatedDelta | None = None
+    value_norm: bool = False
+    keys_as_values: bool = False
 
     def __post_init__(self):
         if self.value_dim is None:
@@ -139,6 +143,12 @@ class AttentionKind:
                 raise KvjaxError(
                     f"a layer with a recurrence has no attention, and {name} is a part of one; leave out {name}"
                 )
+        if self.keys_as_values and (self.value_dim != self.head_dim or self.latent is not None):
+            what = "a latent vector" if self.latent is not None else f"value_dim {self.value_dim}"
+            raise KvjaxError(
+                f"keys_as_values gives values the projection of keys, {self.head_dim} wide, and the layer has {what}; "
+                "leave one of them out"
+            )
         rope, latent = self.rope, self.latent
         if rope is not None and (rope.dim > self.head_dim or rope.dim < 2 or rope.dim % 2):
             raise KvjaxError(
@@ -191,6 +201,9 @@ class Experts:
       shared_width: width of the MLP that every token passes in addition to its experts; 0 for none.
       shared_bias: whether the projections of that MLP have a bias.
       shared_gate: whether a sigmoid of the token multiplies the output of that MLP (Qwen3-Next).
+      own_norms: whether experts, router and shared MLP are three branches with norms of their own (Gemma 4). Experts
+        and router read the hidden vectors before the norm of the feed-forward part, each through another norm; both
+        outputs have a norm before they are added; and a learned factor of each expert multiplies its weight.
       router_bias: whether the router has a bias.
       groups: equal groups of neighboring experts (DeepSeek-V2); 1 for none.
       top_groups: groups that a token's experts are chosen from, those with the best single experts, or with "sigmoid"
@@ -211,9 +224,12 @@ class Experts:
     top_groups: Size = 1
     scoring: Scoring = "softmax"
     shared_gate: bool = False
+    own_norms: bool = False
 
     def __post_init__(self):
         check_fields(self)
+        if self.own_norms and not self.shared_width:
+            raise KvjaxError("own_norms has a norm of the shared MLP's output, and shared_width is 0; give its width")
         if self.shared_gate and not self.shared_width:
             raise KvjaxError(
                 "shared_gate multiplies the output of the shared MLP, and shared_width is 0; give its width"
@@ -266,6 +282,7 @@ class LayerKind:
       norms: where RMSNorm stands: "before" each part (Llama), "after" it (OLMo 2), or "both" (Gemma 2 and 3).
       unit_offset: whether norms multiply by 1 + scale in place of scale (Gemma).
       residual: factor of what each part adds to the residual stream (Granite).
+      output_scale: whether a learned number multiplies the layer's output (Gemma 4).
     """
 
     attention: AttentionKind
@@ -273,5 +290,25 @@ class LayerKind:
     norms: NormPlace = "before"
     unit_offset: bool = False
     residual: PositiveFloat = 1.0
+    output_scale: bool = False
+
+    __post_init__ = check_fields
+
+
+@dataclasses.dataclass(frozen=True)
+class PerLayerEmbedding:
+    """A second embedding of the tokens, which has a vector for each layer (Gemma 3n, Gemma 4).
+
+    A layer multiplies its vector of the token by a gate of the hidden vector, and adds a projection of the product to
+    the hidden vector. The layer's vector is the sum of the token's row in a table and of a normed projection of its
+    embedding, over the square root of two.
+
+    Attributes:
+      width: J, of each layer's vector.
+      layers: L, vectors of a token. A model with fewer layers, as `Config.with_layers` makes one, leaves some unread.
+    """
+
+    width: Size
+    layers: Size
 
     __post_init__ = check_fields

@@ -15,6 +15,12 @@ from kvjax.core.quantized_kernel import as_matrix
 from kvjax.core.types import Array
 
 
+def divide_by_root_mean_square(x: Array, eps: float, num_axes: int = 1) -> Array:
+    """Divides by the root mean square over the last axes, in float32."""
+    y, axes = x.astype(jnp.float32), tuple(range(-num_axes, 0))
+    return y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axes, keepdims=True) + eps)
+
+
 class RMSNorm(nn.Module):
     """Root-mean-square norm over the last axes, computed in float32 (Zhang & Sennrich, 2019)."""
 
@@ -29,9 +35,8 @@ class RMSNorm(nn.Module):
         start = nn.initializers.zeros if self.unit_offset else nn.initializers.ones
         init: Any = nn.with_logical_partitioning(start, tuple(self.axes.split()))
         scale = self.param("scale", init, tuple(self.shape), self.dtype)
-        last, lead = range(-len(self.shape), 0), range(x.ndim - len(self.shape))
-        y = x.astype(jnp.float32)
-        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), tuple(last), keepdims=True) + self.eps)
+        lead = range(x.ndim - len(self.shape))
+        y = divide_by_root_mean_square(x, self.eps, len(self.shape))
         if self.unit_offset:
             # Added in float32: 1 + scale, rounded to bfloat16, would lose most of a small scale.
             return (y * (1 + jnp.expand_dims(scale.astype(jnp.float32), lead))).astype(x.dtype)

@@ -100,7 +100,7 @@ class PlannedModel:
         c, axes, sizes = self.config, parameter_axes(self.config, weights), {}
         for path, shape in parameter_shapes(c, weights).items():
             count = shape[0] if shape else 1
-            if path == "embedding" and not c.tie_embeddings:
+            if path == "per_layer_table" or (path == "embedding" and not c.tie_embeddings):
                 count = 1
             elif axes[path][0] == "E":
                 experts = c.kind(int(path.split("/")[0].removeprefix("layer_"))).mlp.experts

@@ -128,6 +128,46 @@ def test_halves_of_gpt_oss_are_interleaved():
     np.testing.assert_array_equal(params["layer_2"]["attention"]["sinks"].reshape(-1), sinks)
 
 
+def test_a_layer_of_gemma_4_has_its_own_rows_of_the_second_embedding():
+    config, params, _ = load_family("gemma4_shared")
+    weights, prefix = load_loud("gemma4_shared"), "model.language_model"
+    J = config.per_layer_embedding.width
+    for i in range(config.layers):
+        rows = slice(i * J, (i + 1) * J)
+        table, projection = (
+            weights[f"{prefix}.{name}.weight"] for name in ("embed_tokens_per_layer", "per_layer_model_projection")
+        )
+        np.testing.assert_array_equal(params["per_layer_table"][:, i], table[:, rows])
+        np.testing.assert_array_equal(params["per_layer_map"][:, i], projection[rows].T)
+    assert "k" not in params["layer_3"]["attention"] and "v" in params["layer_2"]["attention"]
+
+
+def test_experts_of_gemma_4_stand_beside_an_mlp_and_keys_serve_as_values():
+    config, params, _ = load_family("gemma4_moe")
+    weights, ours = load_loud("gemma4_moe"), params["layer_1"]["mlp"]
+    F, joined = config.kind(1).mlp.width, weights["model.layers.1.experts.gate_up_proj"]
+    np.testing.assert_array_equal(ours["gate"]["kernel"], joined[:, :F].swapaxes(1, 2))
+    np.testing.assert_array_equal(ours["up"]["kernel"], joined[:, F:].swapaxes(1, 2))
+    np.testing.assert_array_equal(ours["shared"]["up"]["kernel"], weights["model.layers.1.mlp.up_proj.weight"].T)
+    np.testing.assert_array_equal(ours["expert_factors"], weights["model.layers.1.router.per_expert_scale"])
+    norm = weights["model.layers.1.post_feedforward_layernorm_2.weight"]
+    np.testing.assert_array_equal(ours["experts_post_norm"]["scale"], norm)
+    assert [("v" in params[f"layer_{i}"]["attention"]) for i in (0, 1)] == [True, False]
+
+
+def test_projections_of_a_layer_that_reads_keys_and_values_are_left_out(hf):
+    """Files of models with shared layers may have them; transformers passes over them."""
+    name, x = "model__language_model__layers__{}__self_attn__k_proj__weight", np.ones((16, 16), np.float32)
+    editable, number = (
+        hf("loud/gemma4_shared"),
+        plan_conversion(Directory(ROOT / "loud" / "gemma4_shared")).num_left_out,
+    )
+    directory = editable.tensors(**{name.format(3): x})
+    assert plan_conversion(Directory(directory)).num_left_out == number + 1
+    with pytest.raises(KvjaxError, match="layers.5.self_attn.k_proj.weight: no such tensor"):
+        plan_conversion(Directory(editable.tensors(**{name.format(5): x})))
+
+
 @pytest.mark.parametrize(("name", "source"), [("deepseek_v2", "q_b_proj"), ("deepseek_v2_lite", "q_proj")])
 def test_channels_with_position_come_first_and_in_halves(name, source):
     config, params, _ = load_family(name)

@@ -13,7 +13,7 @@ from kvjax.core.rope import Rope
 from kvjax.errors import KvjaxError
 from kvjax.models import Config, RopeScaling
 from kvjax.models.checkpoint import parameter_shapes
-from kvjax.models.kinds import Experts, QueryTemperature
+from kvjax.models.kinds import Experts, PerLayerEmbedding, QueryTemperature
 
 LLAMA3 = {
     "factor": 8.0,
@@ -208,7 +208,6 @@ def test_other_rope_scalings_are_refused_by_name(kind, key):
         ({"model_type": "gpt2"}, r"'gpt2' is not supported; supported: llama \(LlamaForCausalLM\)"),
         ({"model_type": "llama4_text"}, r"'llama4_text' is not .*deepseek_v3 .*\n.*has parts that llama lacks"),
         ({"model_type": "gemma3n_text"}, "has parts that gemma3 lacks"),
-        ({"model_type": "gemma4"}, "gemma4 has parts that gemma3 lacks"),
         ({"model_type": "deepseek_v32"}, "has parts that deepseek_v3 lacks"),
         ({"model_type": "qwen3_5_text", "hidden_act": "gelu"}, "hidden_act 'gelu' is not .*linear attention"),
         ({"model_type": "qwen3_next", "linear_num_value_heads": 24}, "24 is no multiple of linear_num_key_heads 16"),
@@ -287,6 +286,7 @@ def test_the_tokenizers_own_end_ends_too(own, expected):
 
 TEMPERATURE, MINISTRAL = "llama_4_scaling_beta", {"model_type": "ministral3"}
 V3 = {"model_type": "deepseek_v3"}
+GEMMA_4 = {"model_type": "gemma4_text"}
 LATENT = {"model_type": "deepseek_v2", "num_experts_per_tok": 6}
 
 
@@ -312,6 +312,28 @@ LATENT = {"model_type": "deepseek_v2", "num_experts_per_tok": 6}
         (MINISTRAL | {"rope_parameters": {TEMPERATURE: 1.0}}, "beta needs original_max_position_embeddings beside it"),
         ({"model_type": "gemma3"}, "text_config must be the config of the decoder, got None"),
         ({"model_type": "gemma3_text", "rope_parameters": {"rope_theta": 1e4}}, "one set for each of full_attention"),
+        (GEMMA_4 | {"use_bidirectional_attention": "all"}, "use_bidirectional_attention .'all'. is not supported"),
+        (GEMMA_4 | {"use_bidirectional_attention": True}, 'must be null, "vision" or "all", got True'),
+        (GEMMA_4 | {"vocab_size_per_layer_input": 9}, "vocab_size_per_layer_input 9 is not vocab_size 262144"),
+        (
+            GEMMA_4 | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 1},
+            "needs moe_intermediate_size beside",
+        ),
+        (
+            GEMMA_4 | {"num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types ends w",
+        ),
+        (
+            GEMMA_4 | {"num_kv_shared_layers": 25},
+            "25 of 30 leaves no layer .* those of type 'full_attention' could read",
+        ),
+        (GEMMA_4 | {"num_kv_shared_layers": 31}, "31 of 30 leaves no layer .* those of type 'sliding_attention'"),
+        (GEMMA_4 | {"per_layer_config": {"30": {"head_dim": 8}}}, "per_layer_config names layer '30' of 30"),
+        (
+            GEMMA_4 | {"per_layer_config": {"1": {"heads": 8}}},
+            "per_layer_config must be null or say head_dim and num_key",
+        ),
+        (GEMMA_4 | {"rope_parameters": {"full_attention": LONGROPE}}, "'longrope' is not supported; supported"),
         ({"model_type": "smollm3", "no_rope_layers": [1, 0]}, "no_rope_layers names 2 of 36 layers"),
         ({"model_type": "mixtral", "num_experts": 4, "num_local_experts": 8}, "num_experts is 4 and num_local_experts"),
         ({"model_type": "mixtral", "num_experts_per_tok": 9}, "top_k is 9, and a token chooses from 8 experts"),
@@ -483,6 +505,71 @@ PUBLISHED = {
         },
         "tie_word_embeddings": False,
     },
+    "Gemma 4 E2B": {
+        "model_type": "gemma4",
+        "architectures": ["Gemma4ForConditionalGeneration"],
+        "text_config": {
+            "model_type": "gemma4_text",
+            "hidden_size": 1536,
+            "intermediate_size": 6144,
+            "num_hidden_layers": 35,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 1,
+            "num_global_key_value_heads": None,
+            "num_kv_shared_layers": 20,
+            "use_double_wide_mlp": True,
+            "final_logit_softcapping": 30.0,
+            "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 7,
+        },
+    },
+    "Gemma 4 E4B": {
+        "model_type": "gemma4",
+        "text_config": {
+            "hidden_size": 2560,
+            "intermediate_size": 10240,
+            "num_hidden_layers": 42,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "num_kv_shared_layers": 18,
+            "final_logit_softcapping": 30.0,
+        },
+    },
+    "Gemma 4 26B-A4B": {
+        "model_type": "gemma4",
+        "text_config": {
+            "hidden_size": 2816,
+            "intermediate_size": 2112,
+            "moe_intermediate_size": 704,
+            "enable_moe_block": True,
+            "num_experts": 128,
+            "top_k_experts": 8,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "num_global_key_value_heads": 2,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": None,
+            "sliding_window": 1024,
+            "final_logit_softcapping": 30.0,
+            "use_bidirectional_attention": "vision",
+        },
+    },
+    "Gemma 4 31B": {
+        "model_type": "gemma4",
+        "text_config": {
+            "hidden_size": 5376,
+            "intermediate_size": 21504,
+            "num_hidden_layers": 60,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 16,
+            "num_global_key_value_heads": 4,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "sliding_window": 1024,
+            "final_logit_softcapping": 30.0,
+            "use_bidirectional_attention": "vision",
+        },
+    },
     "Qwen3-Next 80B-A3B": {
         "model_type": "qwen3_next",
         "architectures": ["Qwen3NextForCausalLM"],
@@ -586,6 +673,11 @@ PUBLISHED = {
         ("Ministral 3 8B", 8_489_553_920, 2 * 34 * 2 * 8 * 128),
         ("Qwen3-VL 8B", 8_190_735_360, 2 * 36 * 2 * 8 * 128),  # as many as Qwen3 8B
         ("Qwen3-VL 30B-A3B", 30_532_122_624, 2 * 48 * 2 * 4 * 128),  # as many as Qwen3 30B-A3B
+        # As transformers counts them, and a factor of each layer's output, which is a buffer there.
+        ("Gemma 4 E2B", 4_628_569_344 + 35, 2 * 2 * (12 * 256 + 3 * 512)),
+        ("Gemma 4 E4B", 7_463_013_376 + 42, 2 * 2 * 2 * (20 * 256 + 4 * 512)),
+        ("Gemma 4 26B-A4B", 25_233_141_760 + 30, 2 * 2 * (25 * 8 * 256 + 5 * 2 * 512)),
+        ("Gemma 4 31B", 30_697_345_280 + 60, 2 * 2 * (50 * 16 * 256 + 10 * 4 * 512)),
         # As transformers' classes count: without the layer that predicts later tokens, and without what reads images.
         ("Qwen3-Next 80B-A3B", 79_674_391_296, 2 * 12 * 2 * 2 * 256),
         ("Qwen3.5 27B", 26_895_998_464, 2 * 16 * 2 * 4 * 256),
@@ -615,6 +707,22 @@ def test_queries_of_ministral_3_grow_with_their_position():
     assert ministral.ropes[0].scaling.attention_factor == 1.0
     assert translate(PUBLISHED["Mistral Small 3.1 24B"]).query_temperatures == ()
     assert Config.from_json(ministral.to_json()) == ministral and ministral.llama_arguments() is None
+
+
+def test_layers_of_gemma_4_read_the_last_own_layer_of_their_type():
+    e2b = translate(PUBLISHED["Gemma 4 E2B"])
+    assert Config.from_json(e2b.to_json()) == e2b and e2b.per_layer_embedding == PerLayerEmbedding(256, 35)
+    reads = [e2b.kind(i).attention.reads_layer for i in range(35)]
+    assert reads == [None] * 15 + [13, 13, 13, 13, 14] * 4
+    assert [e2b.kind(i).mlp.width for i in (14, 15)] == [6144, 12288]
+    sliding, full = (e2b.kind(i).attention.rope for i in (0, 4))
+    assert sliding == Rope(256) and full == Rope(512, 1e6, RopeScaling("proportional", 1.0, rotated_fraction=0.25))
+    # transformers 5.24 saves the sizes of single layers, and no key for those of layers without a window.
+    own = {f"{i:02}": {"head_dim": 512} for i in range(4, 35, 5)}
+    text = PUBLISHED["Gemma 4 E2B"]["text_config"] | {"per_layer_config": own, "global_head_dim": 8}
+    assert translate(PUBLISHED["Gemma 4 E2B"] | {"text_config": text}) == e2b
+    assert translate(PUBLISHED["Gemma 4 31B"]).kind(5).attention.keys_as_values
+    assert translate(GEMMA_4 | {"num_hidden_layers": 8}).pattern == (0, 0, 0, 0, 0, 1, 0, 1)
 
 
 def test_positions_of_images_change_nothing_in_a_config():
@@ -654,6 +762,7 @@ def test_switches_and_derived_sizes():
 NEEDED = {
     "deepseek_v2": {"num_experts_per_tok": 6},
     "gemma3": {"text_config": {}},
+    "gemma4": {"text_config": {}},
     "glm4_moe": {"head_dim": 128},  # its class divides 4096 by 96
     # transformers ties the two where a checkpoint has no head, and kvjax where a config says so.
     "mistral3": {"text_config": {"model_type": "ministral3"}, "tie_word_embeddings": False},

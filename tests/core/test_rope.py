@@ -144,7 +144,20 @@ def test_nothing_is_rotated_with_a_dim_of_zero():
     assert Rope(0, 1e6, YARN).frequencies().shape == (0,)
 
 
-@pytest.mark.parametrize("scaling", [RopeScaling("linear", 2.0), RopeScaling("llama3", 8.0), YARN, LONGROPE])
+def test_proportional_turns_the_highest_frequencies_of_a_whole_head():
+    rope = Rope(16, 100.0, RopeScaling("proportional", 2.0, rotated_fraction=0.4))  # 3 of 8 pairs, rounded down
+    expected = [100.0 ** -(2 * i / 16) / 2 for i in range(3)] + [0.0] * 5
+    np.testing.assert_allclose(rope.frequencies(), expected, rtol=1e-6)
+    with pytest.raises(KvjaxError, match="rotated_fraction of RoPE scaling must be a number above 0 and at most 1"):
+        RopeScaling("proportional", 1.0, rotated_fraction=1.5)
+
+
+PROPORTIONAL = RopeScaling("proportional", 2.0, rotated_fraction=0.5)
+
+
+@pytest.mark.parametrize(
+    "scaling", [RopeScaling("linear", 2.0), RopeScaling("llama3", 8.0), YARN, LONGROPE, PROPORTIONAL]
+)
 def test_a_scaling_survives_its_json_and_is_a_static_value(scaling):
     again = RopeScaling(**json.loads(json.dumps(scaling.to_json())))
     assert again == scaling and hash(again) == hash(scaling)

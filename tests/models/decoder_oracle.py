@@ -20,8 +20,9 @@ def logits(config: Config, params: Any, tokens: np.ndarray) -> np.ndarray:
     kind = config.kind(0)
     x = _array(params["embedding"])[tokens] * config.embed_scale
     exact: list[tuple[np.ndarray, np.ndarray] | None] = []  # keys and values by layer, which later ones may read
+    vectors = _token_vectors(config, params, tokens, x)
     for i in range(config.layers):
-        x = _layer(config, config.kind(i), params[f"layer_{i}"], x, exact)
+        x = _layer(config, config.kind(i), params[f"layer_{i}"], x, exact, vectors[:, i])
     x = _norm(x, params["final_norm"], config.norm_eps, kind.unit_offset)
     head = _array(params["embedding"]).T if config.tie_embeddings else _array(params["head"]["kernel"])
     s = x @ head * config.logit_scale
@@ -47,7 +48,17 @@ def _softmax(s: np.ndarray) -> np.ndarray:
     return p / p.sum(-1, keepdims=True)
 
 
-def _layer(config: Config, kind: LayerKind, params: Any, x: np.ndarray, exact: list) -> np.ndarray:
+def _token_vectors(config: Config, params: Any, tokens: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """The vectors [T L J] of the tokens in all layers at once, of no width in most models."""
+    own = config.per_layer_embedding
+    if own is None:
+        return np.zeros((len(tokens), config.layers, 0))
+    projected = np.einsum("td,dlj->tlj", x, _array(params["per_layer_map"])) / config.width**0.5
+    projected = _norm(projected, params["per_layer_norm"], config.norm_eps, config.kind(0).unit_offset)
+    return (projected + _array(params["per_layer_table"])[tokens] * own.width**0.5) / 2**0.5
+
+
+def _layer(config: Config, kind: LayerKind, params: Any, x: np.ndarray, exact: list, vectors: np.ndarray) -> np.ndarray:
     def run(name: str, part: Any) -> np.ndarray:
         y = x
         if kind.norms != "after":
@@ -63,8 +74,16 @@ def _layer(config: Config, kind: LayerKind, params: Any, x: np.ndarray, exact: l
     else:
         attend = _latent_attention if kind.attention.latent else _attention
         x = run("attention", lambda y: attend(config, kind, params["attention"], y, exact))
-    mlp = kind.mlp
-    return run("mlp", lambda y: (_mlp if mlp.experts is None else _experts)(mlp, params["mlp"], y))
+    mlp, before = kind.mlp, x
+    if mlp.experts is not None and mlp.experts.own_norms:
+        x = run("mlp", lambda y: _experts_with_norms(config, mlp, params["mlp"], y, before))
+    else:
+        x = run("mlp", lambda y: (_mlp if mlp.experts is None else _experts)(mlp, params["mlp"], y))
+    if config.per_layer_embedding is not None:
+        opened = _gate(mlp, _project(x, params["token_gate"], "td,dj->tj"), vectors)
+        added = _project(opened, params["token_up"], "tj,jd->td")
+        x = x + _norm(added, params["token_norm"], config.norm_eps, kind.unit_offset)
+    return x * _array(params["output_scale"]) if kind.output_scale else x
 
 
 def _rotate(x: np.ndarray, a: AttentionKind) -> np.ndarray:
@@ -81,15 +100,18 @@ def _rotate(x: np.ndarray, a: AttentionKind) -> np.ndarray:
 def _attention(config: Config, kind: LayerKind, params: Any, x: np.ndarray, exact: list) -> np.ndarray:
     a = kind.attention
 
-    def project(name: str) -> np.ndarray:
+    def project(name: str, has_norm: bool = bool(a.qk_norm)) -> np.ndarray:
         y = _project(x, params[name], "td,d...->t...")
-        if not a.qk_norm or name == "v":
+        if not has_norm:
             return y
         return _norm(y, params[f"{name}_norm"], config.norm_eps, kind.unit_offset)
 
     q = _rotate(project("q"), a)
     if a.reads_layer is None:
-        exact.append((_rotate(project("k"), a), project("v")))
+        v = project("k", False) if a.keys_as_values else project("v", False)
+        if a.value_norm:
+            v = _norm(v, {"scale": np.ones(a.value_dim)}, config.norm_eps)
+        exact.append((_rotate(project("k"), a), v))
     else:
         exact.append(None)
     k, v = exact[-1 if a.reads_layer is None else a.reads_layer]
@@ -189,6 +211,24 @@ def _gate(kind: MlpKind, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
 def _mlp(kind: MlpKind, params: Any, x: np.ndarray) -> np.ndarray:
     inner = _gate(kind, _project(x, params["gate"], "td,df->tf"), _project(x, params["up"], "td,df->tf"))
     return _project(inner, params["down"], "tf,fd->td")
+
+
+def _experts_with_norms(config: Config, kind: MlpKind, params: Any, x: np.ndarray, before: np.ndarray) -> np.ndarray:
+    """Gemma 4: an MLP of x, and experts that read the hidden vectors `before` the norm of x."""
+
+    def norm(y: np.ndarray, name: str) -> np.ndarray:
+        return _norm(y, params[f"{name}_norm"], config.norm_eps)
+
+    e, out = kind.experts, np.zeros_like(x)
+    assert e is not None
+    router = _softmax(_project(norm(before, "router") / config.width**0.5, params["router"], "td,de->te"))
+    inputs, factors = norm(before, "experts"), _array(params["expert_factors"])
+    for t, p in enumerate(router):
+        chosen = np.argsort(p)[::-1][: e.top_k]
+        for i in chosen:
+            expert = {name: {part: _array(z)[i] for part, z in params[name].items()} for name in ("gate", "up", "down")}
+            out[t] += p[i] / p[chosen].sum() * factors[i] * _mlp(kind, expert, inputs[t][None])[0]
+    return norm(_mlp(kind, params["shared"], x), "shared_post") + norm(out, "experts_post")
 
 
 def _experts(kind: MlpKind, params: Any, x: np.ndarray) -> np.ndarray:

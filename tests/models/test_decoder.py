@@ -22,7 +22,17 @@ from kvjax.engine.forward import exact_logits, layer_calls
 from kvjax.errors import KvjaxError
 from kvjax.models import Config, checkpoint, decoder
 from kvjax.models.decoder import MixtureOfExperts, output_projection_of
-from kvjax.models.kinds import AttentionKind, Experts, GatedDelta, Latent, LayerKind, MlpKind, QueryTemperature, Scoring
+from kvjax.models.kinds import (
+    AttentionKind,
+    Experts,
+    GatedDelta,
+    Latent,
+    LayerKind,
+    MlpKind,
+    PerLayerEmbedding,
+    QueryTemperature,
+    Scoring,
+)
 from kvjax.models.sharding import param_shardings
 from tests.models import decoder_oracle
 
@@ -82,6 +92,25 @@ def gated_delta() -> Config:
     return Config(V, D, kinds, (0, 1, 0))
 
 
+def gemma4() -> Config:
+    proportional = RopeScaling("proportional", 2.0, rotated_fraction=0.5)
+    attend = functools.partial(attention, scale=1.0, qk_norm="head", qkv_bias=True)
+    full = AttentionKind(4, 2, 12, Rope(12, 500.0, proportional), scale=1.0, qk_norm="head", qkv_bias=True)
+    experts = Experts(5, 2, shared_width=20, own_norms=True)
+    layer = functools.partial(LayerKind, norms="both", output_scale=True)
+    kinds = (
+        layer(attend(ROPE, Rule(7), value_norm=True), MlpKind(40, "gelu_tanh")),
+        layer(
+            dataclasses.replace(full, value_norm=True, keys_as_values=True),
+            MlpKind(14, "gelu_tanh", experts=experts),
+        ),
+        layer(attend(ROPE, Rule(7), reads_layer=0), MlpKind(40, "gelu_tanh")),
+        layer(dataclasses.replace(full, reads_layer=1), MlpKind(24, "gelu_tanh")),
+    )
+    own = PerLayerEmbedding(6, 4)
+    return Config(V, D, kinds, (0, 1, 2, 3), tie_embeddings=True, embed_scale=D**0.5, per_layer_embedding=own)
+
+
 CONFIGS = {
     "gemma": gemma(),
     "olmo": olmo(),
@@ -90,6 +119,7 @@ CONFIGS = {
     "deepseek lite": deepseek(None, "sigmoid"),
     "narrow values": narrow_values(),
     "gated delta": gated_delta(),
+    "gemma 4": gemma4(),
 }
 
 
@@ -184,7 +214,9 @@ def test_layers_of_one_kind_share_a_program():
     assert len(set(calls)) == 2 and calls[0] == calls[2]
 
 
-@pytest.mark.parametrize(("name", "shape"), [("gemma", (2, 2)), ("gpt_oss", (1, 2)), ("deepseek", (2, 1))])
+@pytest.mark.parametrize(
+    ("name", "shape"), [("gemma", (2, 2)), ("gpt_oss", (1, 2)), ("deepseek", (2, 1)), ("gemma 4", (1, 2))]
+)
 def test_a_mesh_changes_nothing(name, shape):
     model, tokens = loud_model(name), tokens_of()
     mesh = Mesh(np.array(jax.devices()[: shape[0] * shape[1]]).reshape(shape), ("data", "model"))
@@ -238,7 +270,7 @@ def test_the_output_projection_of_latent_attention_contains_the_values_up_projec
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", "deepseek", "narrow values"])
+@pytest.mark.parametrize("name", ["gpt_oss", "deepseek", "narrow values", "gemma 4"])
 def test_a_checkpoint_of_kinds_is_read_back(name, tmp_path):
     model = loud_model(name)
     checkpoint.save(tmp_path / "model", model.config, model.params)

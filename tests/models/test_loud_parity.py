@@ -69,7 +69,9 @@ def test_decode_steps_under_a_method_that_keeps_all_equal_transformers(name, met
     assert_close(np.asarray(logits)[:, :, 0].transpose(1, 0, 2), expected["decode_logits"])
 
 
-@pytest.mark.parametrize("name", ["deepseek_v2_lite", "gemma2", "gemma3", "gpt_oss", "granite", "olmo2"])
+@pytest.mark.parametrize(
+    "name", ["deepseek_v2_lite", "gemma2", "gemma3", "gemma4_shared", "gpt_oss", "granite", "olmo2"]
+)
 def test_bfloat16_is_as_near_to_float32_as_transformers_is(name):
     config, params, expected = load_family(name)
     prompts, _ = read_rows(expected)
@@ -91,6 +93,8 @@ def change(config: kvjax.models.Config, what: str, value) -> kvjax.models.Config
 
     def change_kind(kind: LayerKind) -> LayerKind:
         part, *path = what.split(".")
+        if part == "layer":
+            return dataclasses.replace(kind, **{path[0]: value})
         inner = getattr(kind, part)
         if len(path) == 2:  # a part of the part
             nested = getattr(inner, path[0])
@@ -118,6 +122,13 @@ def change(config: kvjax.models.Config, what: str, value) -> kvjax.models.Config
         ("gemma2", "attention.rule.window", None),
         ("gemma3", "attention.scale", None),
         ("gemma3_vision", "attention.rope.theta", 10_000.0),
+        ("gemma4", "attention.scale", None),
+        ("gemma4", "attention.value_norm", False),
+        ("gemma4", "attention.rope.scaling", None),
+        ("gemma4", "layer.output_scale", False),
+        ("gemma4", "final_cap", None),
+        ("gemma4_shared", "per_layer_embedding", None),
+        ("gemma4_moe", "mlp.experts.own_norms", False),
         ("ministral3", "attention.query_temperature", None),
         ("mistral3", "attention.query_temperature.beta", 1.0),
         ("olmo3", "attention.rope.scaling", None),

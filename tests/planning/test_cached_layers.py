@@ -132,7 +132,7 @@ ALTERNATING = ["sliding_attention", "sliding_attention", "sliding_attention", "f
             {(2, 32, 32, 64): 3, (2, 32, 32, None): 1},
         ),
         (
-            "gemma4_text",
+            "gemma4_unified_text",
             {"layer_types": ALTERNATING, "sliding_window": 64, "head_dim": 32, "global_head_dim": 64}
             | {"num_key_value_heads": 4, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
             {(4, 32, 32, 64): 6, (1, 64, 64, None): 2},
