@@ -63,7 +63,7 @@ from kvjax.cache.side_store.mixed_precision import PrecisionTiers, ScoredTiers
 from kvjax.cache.side_store.paged_heads import PagedHeads
 from kvjax.cache.storage import Codec, HostLayout, KVStorage, ObservingCodec
 from kvjax.core import attention, memory
-from kvjax.core.attention import MASKED_LOGIT
+from kvjax.core.attention import MASKED_LOGIT, ChosenKeys, TileChoosing
 from kvjax.core.attention_mass import Observation, attention_mass, attention_rows
 from kvjax.core.gradients import refuse_gradient
 from kvjax.core.matmul import matmul_in_float32
@@ -190,6 +190,9 @@ __all__ = [
     "sum_moments",  # sums what a linear map from tokens' vectors to targets is fitted to
     "fit_linear_map",  # fits it, by ridge regression
     "sum_outer_products",  # sums outer products of vectors
+    # Patterns: which keys a prompt's own queries read
+    "TileChoosing",  # base: chooses keys for tiles of queries from the layer's queries and keys
+    "ChosenKeys",  # the tiles of keys and the single keys that a tile of queries reads
     # Attention and arrays
     "attention",  # module: logits, weights, masks and merging of partial attention
     "attention_mass",  # the attention that tokens receive from the queries, without the full matrix

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -14,7 +15,9 @@ from jaxtyping import Bool, Float, Float32, Int32
 
 from kvjax.core.matmul import has_matrix_unit
 from kvjax.core.mesh import vary
-from kvjax.core.types import Array, KVBlock, Partial
+from kvjax.core.types import Array, KVBlock, Partial, gather_tokens
+from kvjax.errors import KvjaxError
+from kvjax.utils.abstract import abstract
 from kvjax.utils.parameter_types import PositiveFloat, Size, check_fields
 
 MASKED_LOGIT = -1e30
@@ -95,6 +98,62 @@ class TileSkipping(AttentionPattern, Protocol):
     def skips(self, largest: Float32[Array, "..."], before: Float32[Array, "..."]) -> Bool[Array, "..."]:
         """Whether a query skips a tile with this largest logit, after tiles with the largest logit `before`."""
         ...
+
+
+class ChosenKeys(NamedTuple):
+    """The keys that each query head of one tile of queries reads, see `TileChoosing`."""
+
+    tiles: Bool[Array, "B K G tiles"]  # which tiles of keys; tiles are counted from position 0
+    # Positions of single keys that are read where their tile is not, -1 for none; None: tiles alone.
+    columns: Int32[Array, "B K G columns"] | None = None
+
+
+class TileChoosing:
+    """Base class of patterns that choose, from the layer's queries and keys, the keys that a tile of queries reads.
+
+    Keys after a query, or outside of its sliding window, stay hidden whatever is chosen.
+
+    Attributes:
+      query_tile: queries of a tile; tiles are counted from position 0.
+      key_tile: keys of a tile.
+    """
+
+    query_tile: int
+    key_tile: int
+
+    @abstract
+    def choose_keys(
+        self,
+        q: Float[Array, "B K G T H"],
+        k: Float[Array, "B K S H"],
+        start: Int32[Array, ""] | np.integer | int,
+        lengths: Int32[Array, " B"],
+    ) -> Callable[[Array, Array], ChosenKeys]:
+        """Looks at the queries and keys of a prompt, or of one of its chunks, once.
+
+        Args:
+          q: queries at positions start..start+T-1, after RoPE and not scaled; no gradient passes.
+          k: keys at positions 0..S-1.
+          start: position of the first query, a multiple of `query_tile`.
+          lengths: of the prompts; queries and keys from there on are padding, and must not change what others read.
+
+        Returns:
+          A function of one tile's queries [B K G query_tile H] and the position of the first, which chooses their keys.
+        """
+        ...
+
+    def is_visible(self, s: Int32[Array, "..."], t: Int32[Array, "..."]) -> Bool[Array, "..."]:
+        """Raises KvjaxError: positions alone do not say what is read."""
+        raise KvjaxError(
+            f"{type(self).__name__} chooses keys for whole tiles of {self.query_tile} queries, and here single queries "
+            "attend; read the prompt with kvjax.prefill, or take a pattern of positions, such as `a_shape`"
+        )
+
+    def block_visibility(
+        self, first: Int32[Array, ""], last: Int32[Array, ""], start: Int32[Array, ""], end: Int32[Array, ""]
+    ) -> tuple[Bool[Array, ""], Bool[Array, ""]]:
+        """Raises KvjaxError, as `is_visible` does."""
+        return self.is_visible(first, start), self.is_visible(last, end)
 
 
 def scores(q: Float[Array, "B K G T H"], k: Float[Array, "B K S H"]) -> Float32[Array, "B K G T S"]:
@@ -262,6 +321,7 @@ def causal_attention_with_lse(
     block: int = 512,
     pattern: AttentionPattern | None = None,
     sinks: Float[Array, "1 K G"] | None = None,
+    lengths: Int32[Array, " B"] | None = None,
 ) -> tuple[Float[Array, "B K G T Hv"], Float32[Array, "B K G T"]]:
     """Computes exact causal attention block by block: memory grows with `block`, never with T x S.
 
@@ -277,6 +337,7 @@ def causal_attention_with_lse(
       block: queries and keys of a block, at most.
       pattern: sparse attention; None for all earlier tokens.
       sinks: learned logits of query heads that take weight and give no value; None for none.
+      lengths: of the prompts, for a `TileChoosing`, whose choice must not depend on padding; None: all T queries.
 
     Returns:
       (outputs in q's dtype; the log-sum-exp of each query's logits, the sink's among them).
@@ -285,7 +346,7 @@ def causal_attention_with_lse(
       FlashAttention, Dao et al. 2022, arXiv 2205.14135
     """
     if sinks is not None:
-        out, lse = causal_attention_with_lse(q, k, v, start, rule, block=block, pattern=pattern)
+        out, lse = causal_attention_with_lse(q, k, v, start, rule, block=block, pattern=pattern, lengths=lengths)
         sink_lse = sinks.astype(jnp.float32)[..., None]
         out_with_sinks = out.astype(jnp.float32) * weight_share(lse, sink_lse)[..., None]
         return out_with_sinks.astype(out.dtype), jnp.logaddexp(lse, sink_lse)
@@ -293,12 +354,21 @@ def causal_attention_with_lse(
         # One sequence at a time: a CPU's allocator takes a buffer as large as the scores of a whole batch from the
         # system anew at every call.
         attend = functools.partial(causal_attention_with_lse, start=start, rule=rule, block=block, pattern=pattern)
-        out, lse = lax.map(lambda sequence: attend(*(x[None] for x in sequence)), (q, k, v))
+
+        def attend_sequence(xs: tuple[Array, Array, Array, Array | None]) -> tuple[Array, Array]:
+            q, k, v, length = jax.tree.map(lambda x: x[None], xs)
+            return attend(q, k, v, lengths=length)
+
+        out, lse = lax.map(attend_sequence, (q, k, v, lengths))
         return out[:, 0], lse[:, 0]
     (B, K, G, T, _), dtype = q.shape, q.dtype
     if dtype == jnp.bfloat16 and jax.default_backend() == "cpu" and not has_matrix_unit():
         # Such a CPU multiplies float32 numbers faster: 512 queries of nine heads of 64 take 13 ms instead of 20.
         q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+    if isinstance(pattern, TileChoosing):
+        lengths = jnp.full(B, start + T, jnp.int32) if lengths is None else lengths
+        out, lse = _attend_chosen(q, k, v, start, rule, pattern, lengths, block)
+        return out.astype(dtype), lse
     # As many blocks as `block` asks for, of equal size: a short last one would be padded to a whole one.
     q_block, k_block = (-(-n // -(-n // block)) for n in (T, k.shape[2]))
     if isinstance(pattern, TileSkipping):
@@ -315,6 +385,70 @@ def causal_attention_with_lse(
     _, (out, lse) = lax.scan(attend_block, None, (jnp.arange(len(queries)), queries))
     out, lse = jnp.moveaxis(out, 0, 3).reshape(B, K, G, -1, v.shape[3]), jnp.moveaxis(lse, 0, 3).reshape(B, K, G, -1)
     return out[:, :, :, :T], lse[..., :T]
+
+
+def _attend_chosen(
+    q: Float[Array, "B K G T H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S Hv"],
+    start: Int32[Array, ""] | np.integer | int,
+    rule: Rule,
+    pattern: TileChoosing,
+    lengths: Int32[Array, " B"],
+    block: int,
+) -> tuple[Float32[Array, "B K G T Hv"], Float32[Array, "B K G T"]]:
+    """Attends each tile of queries to the keys that a pattern chooses, `block` keys at a time.
+
+    Every head reads its own first `block` chosen keys in the first step, and so on: steps end with the head that reads
+    the most, and not with the keys that any head reads.
+    """
+    (B, K, G, T, H), S, size = q.shape, k.shape[2], pattern.key_tile
+    choose = pattern.choose_keys(lax.stop_gradient(q), lax.stop_gradient(k), start, lengths)
+    # Constants vary from here on: JAX cannot mark them inside a branch that `vmap` turns into a selection.
+    keys = KVBlock(k, v, vary(jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (B, 1, S))))
+    num_tiles = -(-S // size)
+    tile, offset = (jnp.arange(n, dtype=jnp.int32)[None, None, None] for n in (num_tiles, size))
+
+    def attend_tile(_: None, xs: tuple[Array, Array]) -> tuple[None, tuple[Array, Array]]:
+        i, q = xs
+        first = jnp.int32(start) + i * pattern.query_tile
+        t = vary(first + jnp.arange(pattern.query_tile, dtype=jnp.int32)[None])
+        tiles, columns = choose(lax.stop_gradient(q), first)
+        # Chosen tiles first, in order. A tile after the last query is none, as is a padded end of the keys.
+        chosen = tiles & (tile * size <= t[0, -1])
+        order = jnp.sort(jnp.where(chosen, tile, num_tiles), -1)
+        slots = (order[..., None] * size + offset[..., None, :]).reshape(B, K, G, -1)
+        if columns is not None:
+            # A column in a chosen tile would count twice.
+            in_tile = jnp.take_along_axis(chosen, jnp.maximum(columns, 0) // size, 3)
+            is_read = (columns >= 0) & (columns <= t[0, -1]) & ~in_tile
+            slots = jnp.concatenate([slots, jnp.sort(jnp.where(is_read, columns, S), -1)], 3)
+        slots = jnp.where(slots < S, slots, -1)
+        heads = q.reshape(B, K * G, 1, -1, H)  # each with keys of its own
+
+        def add_keys(acc: Partial, slots: Array) -> tuple[Partial, None]:
+            def add(acc: Partial) -> Partial:
+                read = gather_tokens(keys, slots.reshape(B, K, -1))
+                by_head = jax.tree.map(lambda x: x.reshape(B, K * G, slots.shape[3], *x.shape[3:]), read)
+                s = rule.logits(scores(heads, by_head.k), by_head.pos, t)
+                return combine(acc, attend_scores(s, by_head.v))
+
+            return lax.cond((slots >= 0).any(), add, lambda acc: acc, acc), None
+
+        zero = Partial(
+            jnp.zeros((*heads.shape[:4], v.shape[3]), jnp.float32),
+            jnp.full(heads.shape[:4], MASKED_LOGIT),
+            jnp.zeros(heads.shape[:4]),
+        )
+        num_blocks = -(-slots.shape[3] // block)
+        blocks = split_blocks(slots, 3, -(-slots.shape[3] // num_blocks), -1)
+        partial = lax.scan(add_keys, vary(zero), blocks)[0]
+        return None, (merge([partial]), log_sum_exp(partial.m, partial.l))
+
+    queries = split_blocks(q, 3, pattern.query_tile)
+    _, (out, lse) = lax.scan(attend_tile, None, (jnp.arange(len(queries), dtype=jnp.int32), queries))
+    out = jnp.moveaxis(out[:, :, :, 0], 0, 2).reshape(B, K, G, -1, v.shape[3])
+    return out[:, :, :, :T], jnp.moveaxis(lse[:, :, :, 0], 0, 2).reshape(B, K, G, -1)[..., :T]
 
 
 def split_blocks(x: Array, axis: int, n: int, padding: float = 0) -> Array:

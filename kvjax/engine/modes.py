@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from typing import Any
 
@@ -17,7 +18,14 @@ from kvjax.cache.protocol import BoundLayer, ReplayedLayer, StepResult, last_pos
 from kvjax.cache.readers.query_blocks import map_query_blocks
 from kvjax.cache.reading_layer import ReadingLayer
 from kvjax.cache.recurrent_layer import RecurrentLayer, RecurrentState
-from kvjax.core.attention import Rule, attend_dense, causal_attention, causal_attention_with_lse, merge, sink_partial
+from kvjax.core.attention import (
+    Rule,
+    TileChoosing,
+    attend_dense,
+    causal_attention_with_lse,
+    merge,
+    sink_partial,
+)
 from kvjax.core.attention_mass import Observation
 from kvjax.core.gated_delta import RecurrentInputs
 from kvjax.core.mesh import per_device
@@ -117,9 +125,7 @@ class FullPrefill(ForwardMode):
             part = attend_dense(q, block, query_pos, call.rule, needs.prompt_pattern)
             out = merge([part] if inputs.outside is None else [part, inputs.outside])
         else:
-            out, sums = causal_attention_with_lse(
-                q, k, v, rule=call.rule, pattern=needs.prompt_pattern, sinks=inputs.sinks
-            )
+            out, sums = attend_causally(call, q, k, v, inputs.sinks, 0, self.lengths, mesh)
             # A method that weighs all queries needs each softmax's normalizer; attention just computed it.
             if needs.observed_queries is None and needs.prompt_pattern is None:
                 softmax_lse = sums
@@ -156,7 +162,7 @@ class ChunkedPrefill(ForwardMode):
             k, v = lax.dynamic_update_slice(state.k, k, at), lax.dynamic_update_slice(state.v, v, at)
         else:
             k, v = inputs.source[0][:2]
-        out = causal_attention(q, k, v, self.start, call.rule, pattern=needs.prompt_pattern, sinks=inputs.sinks)
+        out, _ = attend_causally(call, q, k, v, inputs.sinks, self.start, self.lengths, mesh)
         if inputs.source is not None:
             return out, state, cross_layer
         prompt = state._replace(k=k, v=v, q=select_queries(layer, q, self.start, self.lengths, state.q))
@@ -296,6 +302,28 @@ def run_recurrence(
 
     B, K = inputs.mixed.shape[:2]
     return per_device(run, B, K, mesh=mesh)(state, inputs, is_real)
+
+
+def attend_causally(
+    call: LayerCall,
+    q: Float[Array, "B K G T H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S Hv"],
+    sinks: Float[Array, "1 K G"] | None,
+    start: Int32[Array, ""] | np.int32 | int,
+    lengths: Int32[Array, " B"],
+    mesh: Mesh | None,
+) -> tuple[Float[Array, "B K G T Hv"], Float32[Array, "B K G T"]]:
+    """Runs the prompt's own attention, `causal_attention_with_lse`, under the layer's window, soft cap and pattern."""
+    attend = functools.partial(causal_attention_with_lse, rule=call.rule, pattern=call.layer.needs.prompt_pattern)
+    if not isinstance(call.layer.needs.prompt_pattern, TileChoosing):
+        return attend(q, k, v, start, sinks=sinks)
+
+    def attend_chosen(q: Array, k: Array, v: Array, start: Array, lengths: Array, sinks: Array | None) -> Any:
+        return attend(q, k, v, start, sinks=sinks, lengths=lengths)
+
+    # Each device loops over the keys that its own heads read: one loop for all would wait for the others' choices.
+    return per_device(attend_chosen, *k.shape[:2], mesh=mesh)(q, k, v, jnp.int32(start), lengths, sinks)
 
 
 def attend_all(

@@ -20,7 +20,7 @@ from kvjax.cache.protocol import BudgetedLayer, Cache, num_layer_slots, round_up
 from kvjax.cache.reading_layer import ReadingLayer
 from kvjax.cache.recurrent_layer import RecurrentLayer
 from kvjax.core import memory
-from kvjax.core.attention import MASKED_LOGIT
+from kvjax.core.attention import MASKED_LOGIT, TileChoosing
 from kvjax.core.mesh import per_device, to_numpy, vary
 from kvjax.core.types import Array
 from kvjax.engine.forward import (
@@ -98,7 +98,7 @@ def prefill(
 
     Raises:
       KvjaxError: prompt_memory="host" under a transformation, for a method that needs gradients, or where there is no
-        such memory.
+        such memory; chunks that cut through the tiles of a pattern.
     """
     T = tokens.shape[1]
     if num_slots is None:
@@ -110,6 +110,13 @@ def prefill(
     is_fed = all(n.prompt_chunk for n in needs)
     chunk = chunk or min((n.prompt_chunk for n in needs if n.prompt_chunk), default=None)
     waits = any(n.global_budget or n.replay or n.paired_layer for n in needs)
+    choosing = [n.prompt_pattern for n in needs if isinstance(n.prompt_pattern, TileChoosing)]
+    for pattern in choosing:
+        if chunk is not None and chunk < T and chunk % pattern.query_tile:
+            raise KvjaxError(
+                f"{type(pattern).__name__} (component `attend`) chooses keys for {pattern.query_tile} queries at a "
+                f"time, and chunks of {chunk} tokens would cut through them; give a chunk that is a multiple"
+            )
     if waits and not is_fed and prompt_memory == "host":
         hidden, states = prefill_through_host(
             params,
@@ -148,7 +155,8 @@ def prefill(
         # One pass: each layer's exact keys and values exist only until its state has been made of them.
         observed = [n.observed_queries for n in needs]
         num_observed: int | None = None
-        if None not in observed and T > SHORT_PROMPT_TOKENS:
+        # A pattern that chooses keys for whole tiles of queries needs all of them, in the last layer too.
+        if None not in observed and T > SHORT_PROMPT_TOKENS and not choosing:
             num_observed = max(1, *(n for n in observed if n is not None))
             calls = *calls[:-1], dataclasses.replace(calls[-1], selects_queries=True)
         hidden, angles, _ = embed(outer_params(params), tokens, None, None, target=target)

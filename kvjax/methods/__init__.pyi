@@ -64,6 +64,7 @@ from .matryoshka import matryoshka as matryoshka
 from .merged_heads import merged_heads as merged_heads
 from .merging import merging as merging
 from .mikv import mikv as mikv
+from .minference import minference as minference
 from .minicache import minicache as minicache
 from .mxfp4 import mxfp4 as mxfp4
 from .noncausal_attention import noncausal_attention as noncausal_attention
@@ -97,5 +98,6 @@ from .tova import tova as tova
 from .triattention import triattention as triattention
 from .turboquant import turboquant as turboquant
 from .turned_queries import turned_queries as turned_queries
+from .xattention import xattention as xattention
 from .zipcache import zipcache as zipcache
 from .zipvl import zipvl as zipvl

@@ -621,6 +621,7 @@ CASES = (
         variant="the nearest half",
     ),
     MethodCase("mikv", "mikv:share=0.6", "mikv:share=0", mikv_bytes),
+    sized_case("minference", "minference:vertical={0},slash={0},queries=2,sinks=1,recent=1,tile=2", 2, 100, full_bytes),
     # The battery's model has a single layer, which is half of no pair; see tests/oracles/test_minicache.py.
     MethodCase("minicache", "minicache", "minicache", full_bytes),
     MethodCase("mxfp4", "mxfp4:block=8,rotate=true", "", block_bytes(20, 20)),
@@ -761,6 +762,7 @@ CASES = (
         selection_bytes(5),
         variant="level=head",
     ),
+    MethodCase("xattention", "xattention:threshold=0.5,stride=2,tile=2", "xattention:threshold=1,tile=8", full_bytes),
     MethodCase("zipcache", "zipcache:every=3", "", zipcache_bytes),
     MethodCase("zipvl", "zipvl:every=3,least=0.2,most=0.7", "", zipvl_bytes),
 )
