@@ -20,6 +20,7 @@ from experiments.bench.measuring import log_progress
 from experiments.papers import common, questions
 from kvjax import Context, KvjaxError, Model
 from kvjax.cache.protocol import KVMethod
+from kvjax.eval.page.intervals import Interval, average_interval, paired_interval, score_interval
 from kvjax.generation.inputs import round_up
 from kvjax.registry.strings import Methods, resolve
 from kvjax.testbed import corpus, tasks
@@ -209,6 +210,18 @@ class Measurements:
         selected = self._select(when, task)
         ours, theirs = ([self._by_context(m, t, when, field) for t in selected] for m in (method, base))
         return _mean_over_tasks([a - b for a, b in zip(ours, theirs, strict=True)])
+
+    def score_interval(self, method: str, when: str, task: str | None = None) -> Interval | None:
+        """Wilson's 95% interval over contexts of right answers to one task, or to all with equal weights, if any."""
+        parts = [self._by_context(method, t, when, "right") for t in self._select(when, task)]
+        return average_interval([x.mean() for x in parts], [score_interval(x) for x in parts]) if parts else None
+
+    def gain_interval(self, method: str, base: str, when: str, task: str | None = None) -> Interval | None:
+        """Newcombe's 95% interval of the paired difference in right answers to `base`, as in `score_interval`."""
+        selected = self._select(when, task)
+        ours, theirs = ([self._by_context(m, t, when, "right") for t in selected] for m in (method, base))
+        pairs = list(zip(ours, theirs, strict=True))
+        return average_interval([(a - b).mean() for a, b in pairs], [paired_interval(a, b) for a, b in pairs])
 
     def _select(self, when: str, task: str | None) -> list[str]:
         return self.tasks(when) if task is None else [task]

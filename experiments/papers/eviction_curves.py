@@ -25,6 +25,7 @@ from experiments.papers.eviction_tables import (
     NAMES,
     Line,
     describe_scores,
+    format_score,
     make_panels,
     report_lines,
     save_panels,
@@ -108,11 +109,12 @@ def tables(found: Measurements, every: Sequence[Curve], budgets: Sequence[int], 
     columns = ["method", *map(str, budgets)]
     made = []
     for when in [w for w in (*WHEN, "text") if found.tasks(w)]:
-        field, scale, digits = ("nats", 1, 3) if when == "text" else ("right", 100, 1)
 
-        def format_cell(method: str, when=when, field=field, scale=scale, digits=digits) -> str:
-            mean, error = found.score(method, when, field)
-            return f"{scale * mean:.{digits}f} ±{scale * error:.{digits}f}"
+        def format_cell(method: str, when=when) -> str:
+            if when != "text":
+                return format_score(found, Line(method, method), when) or "-"
+            mean, error = found.score(method, when, "nats")
+            return f"{mean:.3f} ±{error:.3f}"
 
         rows = [("full", *[format_cell("full")] * len(budgets))]
         rows += [(c.label, *(format_cell(line.method) for line in c.lines)) for c in every]

@@ -23,7 +23,8 @@ NAMES = {"first": "first question", "later": "later questions", "unseen": "unsee
 LEGEND = (
     "First: the question ended the prompt that was compressed; later: the other questions, asked of the same cache; "
     "unseen: all questions, asked of the context compressed alone. Percent of answers that are right in every token, "
-    "± one standard error over contexts; in brackets the paired difference to the line's base."
+    "in brackets 95% intervals over contexts; after a comma the paired difference to the line's base. Bits of text: "
+    "± a standard error."
 )
 
 
@@ -38,14 +39,17 @@ class Line:
 
 
 def format_score(found: Measurements, line: Line, when: str, task: str | None = None) -> str | None:
-    """Formats the score and the paired difference to the base: `81.2 ±1.9 (+1.2 ±0.9)`."""
-    mean, error = found.score(line.method, when, "right", task)
-    if np.isnan(mean):
+    """Formats the score and the paired difference to the base: `81.2 (75–86), +1.2 (-1 to +4)`."""
+    mean, _ = found.score(line.method, when, "right", task)
+    interval = found.score_interval(line.method, when, task)
+    if np.isnan(mean) or interval is None:
         return None
-    out = f"{100 * mean:.1f} ±{100 * error:.1f}"
+    out = f"{100 * mean:.1f} ({100 * interval.low:.0f}–{100 * interval.high:.0f})"
     if line.base:
-        more, spread = found.gain(line.method, line.base, when, "right", task)
-        out += f" ({100 * more:+.1f} ±{100 * spread:.1f})"
+        more, _ = found.gain(line.method, line.base, when, "right", task)
+        interval = found.gain_interval(line.method, line.base, when, task)
+        assert interval is not None  # scores have one
+        out += f", {100 * more:+.1f} ({100 * interval.low:+.0f} to {100 * interval.high:+.0f})"
     return out
 
 

@@ -145,6 +145,11 @@ def format_bytes(size: int) -> str:
     return f"{size / 1e6:,.1f} MB" if size >= 5e4 else f"{size:,} bytes"
 
 
+def format_parameters(number: int) -> str:
+    """Formats a number of parameters, never as 0."""
+    return f"{number / 1e9:.2f}B" if number >= 1e8 else f"{number / 1e6:.2f}M"
+
+
 def format_rate(rate: float) -> str:
     """Formats tokens per second."""
     return f"{rate:,.0f}" if rate >= 10 else f"{rate:,.2f}"
@@ -169,10 +174,10 @@ def write_notes(model: PlannedModel, plans: Sequence[PlanRow], options: Mapping[
     kernels = "" if options["weights"] is None else f" with kernels in {options['weights']}"
     active = "" if not model.has_experts else f", {model.active_parameters / 1e9:.1f}B of them for each token"
     notes += [
-        f"{model.name}: {model.parameters / 1e9:.2f}B parameters{active}, in {dtype}{kernels}; "
+        f"{model.name}: {format_parameters(model.parameters)} parameters{active}, in {dtype}{kernels}; "
         f"{c.layers + model.other_layers} layers, {c.describe_heads()}, {c.max_positions:,} positions ({model.source})",
         *model.notes,
-        f"{h.name}: {h.memory_bytes / 1e9:.1f} GB, of which programs use {1 - RESERVED:.0%}, "
+        f"{h.name}: {format_bytes(h.memory_bytes)}, of which programs use {1 - RESERVED:.0%}, "
         f"{h.memory_bandwidth / 1e9:,.0f} GB/s, host link {h.host_link / 1e9:,.0f} GB/s, "
         f"{h.host_bytes / 1e9:,.0f} GB of host memory a device ({h.source})",
         "GB are 10^9 bytes of one device, or of the host for it. "

@@ -35,6 +35,7 @@ from kvjax.planning.hardware import CATALOGUE, Hardware, find_hardware
 from kvjax.planning.live_bytes import count_live_bytes
 from kvjax.planning.models import PlannedModel, find_model
 from kvjax.planning.plan import PlanRow, find_largest_context, plan
+from kvjax.planning.plan_command import format_parameters
 from kvjax.planning.traced_layers import MAX_TRACED_LAYERS, trace_layers
 
 CONFIG = kvjax.Config.llama(vocab_size=96, width=32, layers=3, heads=8, kv_heads=4, head_dim=8, mlp_width=48)
@@ -350,3 +351,7 @@ def test_reading_a_prompt_takes_what_the_compiler_reports_for_a_layer_of_experts
     kind = LayerKind(AttentionKind(4, 2, 16, Rope(16)), MlpKind(512, experts=experts))
     planned, real = measure_reading("full", Config(64, 64, (kind,), (0,), max_positions=4096), 1024)
     assert 1 <= planned / real < 1.15
+
+
+def test_small_figures_are_not_printed_as_zero():
+    assert [format_parameters(n) for n in (1_190_000, 8_030_000_000)] == ["1.19M", "8.03B"]

@@ -204,7 +204,7 @@ TABLES = {
         "Figure 5: fraction",
         over_shares,
         "The paper's figure prints no numbers: the best fraction is 20% to 50% for most of LongBench, 90% for "
-        "narrativeqa. The best of several noisy scores looks better than it is: see the ± above.",
+        "narrativeqa. The best of several noisy scores looks better than it is: see the intervals above.",
         "best fraction 20% to 50% for most of LongBench, 90% for narrativeqa",
         "The best of several noisy scores flatters.",
         defaults={"bases": ["accumulated", "snapkv"]},
