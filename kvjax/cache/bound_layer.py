@@ -120,6 +120,7 @@ class MethodLayer:
             # One component that observes all queries (None) decides for the others.
             observed_queries=None if None in num_queries else max(n for n in num_queries if n is not None),
             hidden_states=scorer is not None and scorer.needs_hidden,
+            decoded_hidden_states=m.decode is not None and m.decode.needs_hidden,
             output_projection=scorer is not None
             and (scorer.needs_output or (m.second_stage is not None and m.second_stage.needs_output)),
             replay=None if scorer is None else scorer.replay,
@@ -371,6 +372,8 @@ class MethodLayer:
                 share = weight_share(log_sum_exp(own.m, own.l), log_sum_exp(rest.m, rest.l))
                 weights = weights * share[..., None]
             weights = None if weights is None else weights[:, :, :, 0]
+            policy_state = m.decode.observe_token(self.spec, state, new.first(commit))
+            state = dataclasses.replace(state, policy_state=policy_state)
             after = m.decode.after_token(self.spec, state, weights, q_pos[:, :commit])
             pos, policy_state = check_policy_result(m.decode, "after_token", after, q.shape[:2], state.pos.shape[2])
             state = dataclasses.replace(state, pos=pos, policy_state=policy_state)

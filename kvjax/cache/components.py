@@ -161,6 +161,7 @@ class Policy:
 
     num_queries: int | None = 0  # last prompt queries that `init` observes, as in `Needs`
     needs_weights = False  # whether `after_token` reads the attention weights of a step
+    needs_hidden = False  # whether `observe_token` reads hidden states; `init` has those of the prompt, as scorers do
     # Above 0, prompts are read through the layer too, this many tokens at a time, and tokens leave before positions
     # that are multiples of it and at no others. `before_token` and `after_token` may then get all tokens between two of
     # these positions at once, q [B K G T H] and q_pos i32[B T].
@@ -215,6 +216,17 @@ class Policy:
     ) -> LayerState:
         """Prepares the state for a token with query q at `q_pos`; the base changes nothing."""
         return state
+
+    def observe_token(self, spec: LayerSpec, state: LayerState, new: KVBlock) -> Any:
+        """Returns the policy state with a new token, which is in its slot; the base changes nothing.
+
+        Args:
+          spec: the layer.
+          state: the layer's state, with the new token in it.
+          new: its key [B K 1 H] and value as they come, its position, -1 in sequences that got no token, and with
+            `needs_hidden` what they were projected from.
+        """
+        return state.policy_state
 
     @abstract
     def after_token(

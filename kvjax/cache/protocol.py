@@ -136,6 +136,7 @@ class Needs:
     Attributes:
       observed_queries: how many of a prompt's last queries `prefill` observes; None for all.
       hidden_states: `prefill` observes the hidden states that keys and values were projected from.
+      decoded_hidden_states: the new tokens of `extend` come with theirs, `KVBlock.hidden`.
       output_projection: `prefill` observes the layer's output projection.
       replay: the prompt is run a second time for `ReplayedLayer.update_scores`, and `prefill` observes the scores.
       paired_layer: +1 or -1: `prefill` observes the keys and values of the layer above or below (MiniCache).
@@ -150,6 +151,7 @@ class Needs:
 
     observed_queries: int | None = 0
     hidden_states: bool = False
+    decoded_hidden_states: bool = False
     output_projection: bool = False
     replay: Replay | None = None
     paired_layer: int = 0

@@ -96,6 +96,8 @@ class KVBlock:
     v: Float[Array, "B K S Hv"]
     pos: Int32[Array, "B #K S"]
     bias: Float32[Array, "B K S"] | None = None  # added to a slot's logits: log of the number of tokens merged into it
+    # What the keys and values of new tokens were projected from, for `Policy.needs_hidden`.
+    hidden: Float[Array, "B 1 S D"] | None = None
 
     def first(self, num_slots: int) -> KVBlock:
         """Returns the first `num_slots` slots."""

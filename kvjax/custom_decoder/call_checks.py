@@ -100,7 +100,8 @@ def read_observed(cache: LayerCache, hidden: Any, output_projection: Any, B: int
     """Returns hidden vectors [B T D] and the output projection [1 K G V D] where the method reads them, else None."""
     needs, spec = cache.layer.bound.needs, cache.layer.spec
     is_prompt = isinstance(cache.state, Empty | ExactPrompt) and not needs.prompt_chunk
-    needs_hidden, needs_projection = is_prompt and needs.hidden_states, is_prompt and needs.output_projection
+    needs_hidden = needs.hidden_states if is_prompt else needs.decoded_hidden_states
+    needs_projection = is_prompt and needs.output_projection
     x, w = None, None
     if needs_hidden:
         if hidden is None:

@@ -38,7 +38,8 @@ class Extra(NamedTuple):
 
 GIVES = {
     "hidden": Extra(
-        "attend(.., hidden=x), the normalized hidden vectors that q, k and v are projected from, on the prompt",
+        "attend(.., hidden=x), the normalized hidden vectors that q, k and v are projected from, on the prompt, and "
+        "on every step where tokens are scored while decoding",
         "It scores tokens by the vectors that keys and values are projected from",
         lambda needs: needs.hidden_states,
     ),

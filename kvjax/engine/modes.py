@@ -253,7 +253,9 @@ class Decode(ForwardMode):
             if inputs.sinks is not None:
                 arguments.append(sink_partial(inputs.sinks, inputs.q, call.kind.attention.value_dim))
             return per_device(layer.read, *inputs.q.shape[:2], mesh=mesh)(*arguments), state, cross_layer
-        new = KVBlock(inputs.k, inputs.v, self.pos[:, None])
+        needs_hidden = call.layer.needs.decoded_hidden_states
+        hidden = inputs.hidden[:, None] if needs_hidden and inputs.hidden is not None else None
+        new = KVBlock(inputs.k, inputs.v, self.pos[:, None], hidden=hidden)
         return extend_layer(call.layer, state, inputs.q, new, self.commit, cross_layer, inputs.outside, mesh=mesh)
 
 

@@ -170,7 +170,8 @@ def kvzap(
       state that its query, key and value are made of: the logarithm of KVzip+'s score
 
     Differs:
-      Tokens are scored when the prompt ends; kvpress' `DMSPress(decoding=True)` also evicts decoded ones, see `dms`.
+      Tokens are scored when the prompt ends; 'kvzap + dms:decode=true' also evicts decoded ones, as kvpress'
+      `DMSPress(decoding=True)`.
       Calibrated maps are linear, and fitted to the attention of a text's later half, where the authors have the model
       repeat it.
 

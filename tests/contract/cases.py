@@ -442,6 +442,13 @@ CASES = (
         "kvzap:budget=100,recent=1 + dms:threshold=-1e9,page=4",
         paged_bytes(5, page=4),
     ),
+    MethodCase(
+        "dms",
+        "keynorm:budget=6,recent=2 + dms:threshold=-5.6,decode=true",
+        "keynorm:budget=100,recent=2 + dms:threshold=-1e9,decode=true",
+        constant_bytes(7, policy_bytes=4),
+        variant="decode=true",
+    ),
     sized_case(
         "double_sparsity", "double_sparsity:heavy={},factor=4,device_layers=0", 3, 100, double_sparsity_bytes(0)
     ),

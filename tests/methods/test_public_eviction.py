@@ -25,14 +25,22 @@ ROUNDED = methods.pyramidkv(KEPT, **AVG, beta=10, rule="peer")  # kvpress' ratio
 PEER = dataclasses.replace(
     ROUNDED, select=dataclasses.replace(ROUNDED.select, budget=Pyramid(62.5, AVG["window"], beta=10, rule="peer"))
 )
+PUBLISHED = ROOT / "eviction" / "published"
+KVZAP_LINEAR = str(PUBLISHED / "kvzap_linear.safetensors")
 DECODING = {
     "kvpress_decoding_keydiff": ("gqa", kvjax.compose(methods.keydiff(FIELD), methods.recompress(12))),
     # Above a target that grows by half of the tokens, 12 tokens are 6.
     "kvpress_decoding_of_text_keydiff": ("gqa", kvjax.compose(methods.keydiff("50%"), methods.recompress(6))),
+    "kvpress_dms_decoding_kvzap": (
+        "gqa",
+        kvjax.compose(methods.kvzap("100%", recent=16, table=KVZAP_LINEAR), methods.dms(0.0, decode=True)),
+    ),
+    "kvpress_dms_decoding_knorm": (
+        "gqa",
+        kvjax.compose(methods.keynorm("100%", recent=16), methods.dms(-6.5, decode=True)),
+    ),
     "kvpress_decoding_tova": ("gqa", methods.tova(FIELD, keep_newest=True)),  # compressed after every token
 }
-PUBLISHED = ROOT / "eviction" / "published"
-KVZAP_LINEAR = str(PUBLISHED / "kvzap_linear.safetensors")
 METHODS = {
     "kvpress_snapkv": ("gqa", methods.snapkv(KEPT, **AVG)),
     "kvpress_pyramidkv": ("gqa", PEER),

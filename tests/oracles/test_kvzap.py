@@ -20,6 +20,7 @@ from kvjax.errors import KvjaxError
 from kvjax.methods.kvzap import KVzapTable, PredictedScores
 from tests.contract import layer
 from tests.oracles import eviction
+from tests.oracles.online import softmax
 from tests.oracles.test_locret import fit_regression
 
 SPEC = layer.spec()
@@ -41,6 +42,24 @@ def select_above(scores, threshold, budget, window) -> list[list[int]]:
     reached = sorted((-scores[h, t], t, h) for h in range(K) for t in range(first) if scores[h, t] >= threshold)
     best = reached[: K * max(min(budget, n) - (n - first), 0)]
     return [sorted([*range(first, n), *(t for _, t, head in best if head == h)]) for h in range(K)]
+
+
+def evict_delayed(q, k, v, n: int, threshold: float, budget: int, window: int) -> np.ndarray:
+    """Decodes q [K G S H], k, v [K S H], a prompt of n tokens, by minus the norms of keys -> outputs [K G S-n H]."""
+    K, G, S, H = q.shape
+    out, scores = np.empty((K, G, S - n, H)), -np.linalg.norm(k, axis=-1)
+    for h in range(K):
+        # The selection keeps the best of the budget; those below the threshold leave.
+        recent = range(max(n - window, 0), n)
+        others = sorted(range(recent[0]), key=lambda s: -scores[h, s])[: max(budget - len(recent), 0)]
+        cached = [*recent, *(s for s in others if scores[h, s] >= threshold)]
+        for t in range(n, S):
+            cached.append(t)
+            out[h, :, t - n] = softmax(q[h, :, t] @ k[h, cached].T / np.sqrt(H)) @ v[h, cached]
+            cached = [s for s in cached if s > t - window or scores[h, s] >= threshold]
+            if len(cached) > budget:
+                cached.remove(min((s for s in cached if s <= t - window), key=lambda s: scores[h, s]))
+    return out
 
 
 def plus_scores(q, k, v, hidden, projection) -> np.ndarray:
@@ -136,3 +155,31 @@ def test_what_cannot_be_says_so(tmp_path):
         scorer.scores(*observe_prompts(layer.random_batch()), SPEC)
     with pytest.raises(KvjaxError, match="no token of these texts is asked by a later one; give texts of at least 2"):
         KVzapTable().arrays({"tokens": np.zeros((1, 1))}, SPEC)
+
+
+@pytest.mark.parametrize("budget", [4, 6, 100])
+def test_decoded_tokens_leave_when_they_leave_the_window(budget):
+    """Half of the keys are longer than 5.6; a budget of 4 is also full of better ones, and 100 never is."""
+    method = f"keynorm:budget={budget},recent=2 + dms:threshold=-5.6,decode=true"
+    layer.assert_decodes_as(method, lambda q, k, v, n: evict_delayed(q, k, v, n, -5.6, budget, 2))
+
+
+def test_a_step_without_hidden_states_is_refused_by_name():
+    bound, batch = layer.bind("kvzap:budget=6,recent=2 + dms:threshold=0,decode=true"), layer.random_batch()
+    with pytest.raises(KvjaxError, match="scores decoded tokens by their hidden states.*give them with every token"):
+        layer.decode("kvzap:budget=6,recent=2 + dms:threshold=0,decode=true", batch)
+    assert bound.needs.decoded_hidden_states
+
+
+def test_tokens_of_unlike_heads_are_scored_by_their_own_hidden_states():
+    """The selection keeps other tokens in each head; every score that the policy holds is the network's."""
+    bound, batch = layer.bind("kvzap:budget=6,recent=2 + dms:threshold=-1e9,decode=true"), layer.random_batch()
+    state = layer.prefill(bound, batch)
+    whole = layer.prefill(layer.bind("kvzap:budget=100,recent=2 + dms:threshold=-1e9,decode=true"), batch)
+    pos, scores = np.asarray(state.pos[0]), np.asarray(state.policy_state[0])
+    all_pos, all_scores = np.asarray(whole.pos[0]), np.asarray(whole.policy_state[0])
+    assert pos[0].tolist() != pos[1].tolist()
+    for head in range(layer.K):
+        known = dict(zip(all_pos[head].tolist(), all_scores[head].tolist(), strict=True))
+        kept = pos[head] >= 0
+        np.testing.assert_allclose(scores[head][kept], [known[p] for p in pos[head][kept].tolist()], rtol=1e-5)
