@@ -83,7 +83,7 @@ REFUSED = {
     "keynorm:budget=8,unit=chunk2 + dms:decode=true": "leave `unit` and `per` out",
     "keynorm:budget=8,per=layer + dms:decode=true": "leave `unit` and `per` out",
     "keynorm:budget=8 + chunk_budgets + dms:decode=true": "component `second_stage`, ChunkRanks.*leave one of them out",
-    "keynorm:budget=8 + adakv + dms:decode=true": "component `side_store`.*would have to evict them too",
+    "keynorm:budget=8 + adakv + dms:decode=true": "component `side_store` gives heads unequal lengths.*DelayedEviction",
     "double_sparsity:heavy=1": "heavy must be at least 2, got 1",
     "double_sparsity:factor=0": "factor must be at least 1, got 0",
     "double_sparsity:bits=7": "got 7",
