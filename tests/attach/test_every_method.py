@@ -25,6 +25,7 @@ SEVERAL_LAYERS = {"a2ats": 2, "cake": 2, "kcache": 2, "kvzip": 2, "minicache": 2
 
 STRINGS = {name: case.small for name, case in FIRST_CASES.items()} | {
     "adakv": "snapkv:budget=6,window=2,kernel=3 + adakv:page=4,scope=model",
+    "dms": "kvzap:budget=8,recent=2 + dms:threshold=-1,decode=true",  # asks for hidden vectors on every step
     "kvzip": "kvzip:budget=5,sinks=1,page=4,plus=true",
     "tidal_decode": "tidal_decode:topk=3,dense=0,reselect=9",
 }
@@ -65,7 +66,7 @@ def run_own_decoder(method: str, model: Model) -> tuple[np.ndarray, np.ndarray]:
     return np.asarray(last), np.stack(steps, 1)
 
 
-@pytest.mark.parametrize("name", methods_of_distinct_parts())
+@pytest.mark.parametrize("name", (*methods_of_distinct_parts(), "dms"))
 def test_a_plain_decoder_equals_ours(name):
     method, model = STRINGS[name], tiny_model(SEVERAL_LAYERS.get(name, 2 if "scope=model" in STRINGS[name] else 1))
     attached = custom_decoder.attach(method, specs(model.config), CAPACITY, gives=GIVES)
