@@ -46,7 +46,7 @@ def a_shape(sinks: int = 1024, recent: int = 4096) -> kv.Method:
       a prompt's query at t reads s <= t where s < sinks or s > t - recent
 
     Differs:
-      MInference gives each head one of three patterns by a search; here all heads have this one.
+      MInference gives each head one of three patterns by a search (`minference`); here all heads have this one.
 
     Args:
       sinks: first tokens that every query of the prompt reads (MInference's baseline: 1,024).
