@@ -86,6 +86,8 @@ def _describe_config(config: Config) -> Lines:
         if field.name not in ("kinds", "pattern"):
             value = getattr(config, field.name)
             lines[field.name] = ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    if (own := config.per_layer_embedding) is not None:
+        lines["per_layer_embedding"] = f"{own.width} numbers of a token for each of {own.layers} layers"
     lines["KV per token"] = f"{per_token:,} bytes in bfloat16"
     if len(config.attention_layers) < config.layers:
         kinds = (config.kind(i).attention for i in range(config.layers))

@@ -426,6 +426,7 @@ def test_kernels_are_written_in_codes(tmp_path, capsys, family, weights):
         ("loud/qwen3_next", "each 8 wide (silu) and a shared one 10 wide with a gate, a gated delta rule"),
         ("loud/qwen3_next", "RoPE of 4 channels (theta 100), a gate of the output, norms of queries and keys"),
         ("loud/gemma4", "RoPE of 12 channels (theta 100, proportional by 1, 0.5 of the pairs), dot products times 1"),
+        ("loud/gemma4_shared", "keys and values of layer 1, RoPE of 12 channels"),
         ("loud/gemma4_moe", "and a shared one 24 wide, each with its own norms"),
     ],
 )
