@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
 
 from kvjax import method_api as kv
 from kvjax.cache.eviction.competition import level_components
-from kvjax.cache.protocol import Replay
 from kvjax.methods.kvzip import ReplayAttention, output_norms
 
 
@@ -24,7 +23,7 @@ class GradientAttention(ReplayAttention):
     needs_hidden: ClassVar[bool] = False
 
     @property
-    def replay(self) -> Replay:
+    def replay(self) -> Any:
         """KVzip's second pass, with gradients."""
         return dataclasses.replace(super().replay, needs_gradients=True)
 
