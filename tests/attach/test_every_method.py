@@ -23,6 +23,9 @@ from tests.contract.table import methods_of_distinct_parts
 SEVERAL_LAYERS = {"a2ats": 2, "cake": 2, "kcache": 2, "kvzip": 2, "minicache": 2, "specache": 2, "tidal_decode": 2}
 """Methods with layers that pass values to each other or share a budget; all others run on one layer."""
 
+NEEDS_OUR_DECODER = {"kvgrad"}
+"""Methods that `attach` refuses by name: they differentiate the decoder's layers."""
+
 STRINGS = {name: case.small for name, case in FIRST_CASES.items()} | {
     "adakv": "snapkv:budget=6,window=2,kernel=3 + adakv:page=4,scope=model",
     "dms": "kvzap:budget=8,recent=2 + dms:threshold=-1,decode=true",  # asks for hidden vectors on every step
