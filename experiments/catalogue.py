@@ -1,7 +1,7 @@
 """The catalogue: every method on a real model at equal bytes, for the answer to "which method for me".
 
 python -m experiments.catalogue [--only NAME] [--part 3/8] [--minutes 60]    runs what the records lack
-python -m docs.generate.catalogue                                            prints what the records say
+python -m experiments.catalogue_tables                                       prints what the records say
 
 catalogue.toml declares the runs: models, lengths, fractions of the exact cache's bytes, tasks in the order of their
 weight, and the methods of `equal_bytes` that they are asked of. A piece of work is one task and seed under a group of

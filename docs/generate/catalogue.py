@@ -1,15 +1,11 @@
-"""The answer to "which method for me": tables and pictures of what `python -m experiments.catalogue` measured.
-
-python -m docs.generate.catalogue [--out docs]    prints the tables of docs/results.md, and writes its pictures
-"""
+"""The answer to "which method for me": tables and pictures of what `python -m experiments.catalogue` measured."""
 
 from __future__ import annotations
 
-import argparse
 import io
+import json
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -18,8 +14,10 @@ from matplotlib.ticker import NullLocator
 from docs.generate import equal_bytes
 from docs.generate.equal_bytes import BIT_TASKS, Result, format_score
 from experiments import catalogue
-from experiments.equal_bytes import FULL
+from experiments.equal_bytes import FULL, RESULTS
 from kvjax.eval.page.intervals import Interval
+
+CHOSEN = RESULTS.with_name("readme.smollm2.json")  # chosen methods, with more contexts than the catalogue's
 
 USES = {
     "turns": "many questions about one text",
@@ -48,6 +46,13 @@ def order(result: Result, task: str, fraction: str) -> list[Mapping[str, Any]]:
     sign = 1 if task in BIT_TASKS else -1
     # Fewer bytes decide between equals.
     return sorted(points.values(), key=lambda p: (sign * result.contexts(p["method"], task).mean(), p["device_bytes"]))
+
+
+def chosen_table() -> str:
+    """The chosen methods, from the most bytes on the device to the fewest."""
+    result = Result(json.loads(CHOSEN.read_text()))
+    methods = sorted(result.document["scores"], key=lambda method: -result.bfloat16(method)[0])
+    return equal_bytes.method_table(result, methods)
 
 
 def find_uses(result: Result) -> list[str]:
@@ -235,20 +240,3 @@ def pages() -> dict[str, str | bytes]:
     return {f"catalogue.{name}.md": page(name, result) for name, result in results} | {
         f"catalogue.{name}.png": draw(result) for name, result in results
     }
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--out", type=Path, help="writes the pictures here, such as docs")
-    args = p.parse_args(argv)
-    results = read_results()
-    for name, result in results.items():
-        print(f"## {name}\n\n{summary(result)}")
-        if args.out is not None:
-            (args.out / f"catalogue.{name}.png").write_bytes(draw(result))
-    print("The front, by the rule of `choose_front`:", *choose_front(list(results.values())), sep="\n- ")
-
-
-if __name__ == "__main__":
-    main()

@@ -112,6 +112,7 @@ def test_every_script_has_a_small_form():
         "gpu.methods",
         "equal_bytes",
         "catalogue",
+        "catalogue_tables",
         "quality_against_bytes",
         "gemma_chat",
         "paper_claims",

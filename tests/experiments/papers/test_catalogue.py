@@ -11,7 +11,7 @@ import pytest
 import kvjax
 from docs.generate import catalogue as page
 from docs.generate.equal_bytes import Result
-from experiments import catalogue
+from experiments import catalogue, catalogue_tables
 from kvjax.eval import Spec, compare
 
 FAMILIES = """
@@ -73,7 +73,7 @@ def test_a_run_goes_on_in_parts_and_has_the_scores_of_compare(results, directory
     mean = {x["method"]: np.mean(x["scores"]) for x in lines if x["task"] == "ppl"}
     assert mean == pytest.approx({row.method: row.bits for row in rows}, abs=1e-4)
     capsys.readouterr()
-    page.main(["--out", str(results)])
+    catalogue_tables.main(["--out", str(results)])
     printed = capsys.readouterr().out
     best = min((tokens, "int8"), key=mean.__getitem__)
     assert (

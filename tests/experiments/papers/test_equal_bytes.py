@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 import kvjax
+from docs.generate import catalogue
 from docs.generate import equal_bytes as equal_bytes_page
-from experiments import equal_bytes, equal_bytes_table, quality_against_bytes
+from experiments import equal_bytes, quality_against_bytes
 from kvjax.eval.page.intervals import score_interval
 
 SMALL = """
@@ -82,8 +83,10 @@ def test_all_settings_are_of_methods_that_there_are(settings):
 
 
 def test_the_table_of_results_is_that_of_the_records():
-    points = equal_bytes_table.read_points(json.loads(equal_bytes_table.RESULTS.read_text()))
-    assert equal_bytes_table.table(points) in (equal_bytes_table.ROOT / "docs" / "results.md").read_text()
+    text = (quality_against_bytes.ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    assert catalogue.chosen_table() in text
+    for result in catalogue.read_results().values():
+        assert catalogue.winners_table(result) in text
 
 
 README_METHODS = (
@@ -101,7 +104,7 @@ README_METHODS = (
 
 
 def test_percentages_of_the_readme_have_intervals_of_the_records():
-    text = (equal_bytes_table.ROOT / "README.md").read_text(encoding="utf-8")
+    text = (quality_against_bytes.ROOT / "README.md").read_text(encoding="utf-8")
     text = text[text.index("## What it shows") : text.index("## Which method")]
     scores = quality_against_bytes.read_scores()
     for method in README_METHODS:
@@ -120,7 +123,7 @@ def test_the_picture_of_the_readme_names_every_line_and_point(tmp_path):
 def test_a_method_of_the_table_and_of_the_picture_has_one_number():
     """README's text and its picture come from two runs."""
     in_picture = quality_against_bytes.read_scores()
-    points = equal_bytes_table.read_points(json.loads(equal_bytes_table.RESULTS.read_text()))
-    means = {p.method: round(float(in_picture[p.method].mean()), 2) for p in points if p.method in in_picture}
+    table = equal_bytes_page.Result(json.loads(catalogue.CHOSEN.read_text()))
+    means = {m: 100 * table.contexts(m, "turns.essays").mean() for m in table.document["scores"] if m in in_picture}
     assert set(quality_against_bytes.POINTS) < set(means)
-    assert means == {p.method: round(p.questions[0], 2) for p in points if p.method in means}
+    assert means == pytest.approx({m: in_picture[m].mean() for m in means}, abs=0.01)
