@@ -2,7 +2,8 @@
 
 python -m experiments.catalogue_tables [--out docs]    prints the tables; with --out it writes the pictures there
 
-It reads the records of `python -m experiments.catalogue`, and `results/readme.smollm2.json` of `experiments.equal_bytes`.
+It reads the records of `python -m experiments.catalogue` and of `experiments.equal_bytes`
+(`results/readme.smollm2.json`).
 """
 
 from __future__ import annotations

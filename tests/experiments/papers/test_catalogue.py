@@ -76,9 +76,8 @@ def test_a_run_goes_on_in_parts_and_has_the_scores_of_compare(results, directory
     catalogue_tables.main(["--out", str(results)])
     printed = capsys.readouterr().out
     best = min((tokens, "int8"), key=mean.__getitem__)
-    assert (
-        f"| a long text goes on | {mean['full']:.3f} bits a byte | `{best}` {mean[best] - mean['full']:+.3f}" in printed
-    )
+    assert f"| **a long text goes on**; exact cache {mean['full']:.3f} bits |" in printed
+    assert f"| 1 | `{best}` {mean[best] - mean['full']:+.3f} |" in printed
     assert "- sinks_and_recent:budget=32" in printed and "- int8" in printed  # the front
     assert (results / "catalogue.tiny.png").read_bytes().startswith(b"\x89PNG")
 
