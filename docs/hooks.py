@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # `mkdocs` does not search the current folder for packages
 
 from docs import generate  # noqa: E402
-from docs.generate import methods  # noqa: E402
+from docs.generate import catalogue, methods  # noqa: E402
 from docs.generate.entries import builtin_entries  # noqa: E402
 
 PAGES = {
@@ -43,9 +43,11 @@ LINK = re.compile(r"\[([^\]]*)\]\(([^)#:\s]+)(#[^)\s]*)?\)")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Adds a menu of all methods by family to the navigation."""
+    """Adds a menu of all methods by family to the navigation, and the pages of the catalogue after the results."""
     at = next(i for i, entry in enumerate(config.nav) if "Methods" in entry)
     config.nav[at] = {"Methods": methods.menu()}
+    results = next(entry["Results"] for entry in config.nav if "Results" in entry)
+    results[1:1] = catalogue.menu()
     return config
 
 

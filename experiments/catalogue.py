@@ -7,7 +7,7 @@ catalogue.toml declares the runs: models, lengths, fractions of the exact cache'
 weight, and the methods of `equal_bytes` that they are asked of. A piece of work is one task and seed under a group of
 methods, whose prompts are read once for all of them; seeds are the outer loop, so that every method has some contexts
 before any has all. `results/catalogue/NAME.jsonl` has a line for each method, task and seed: the scores of its
-contexts; its first line is the machine. Each piece is written as soon as it is done, a run goes on where the last one
+contexts, and one for the machine. Each piece is written as soon as it is done, a run goes on where the last one
 ended, and parts (`--part`, for the tasks of a job array) write files of their own. `NAME.fitted.json` says which size
 of each method takes which fraction.
 """
@@ -178,8 +178,7 @@ def run_missing(run: Mapping[str, Any], part: Part, until: float) -> None:
     suffix = f".{part.number}-of-{part.count}" if part.count > 1 else ""
     path = RESULTS / f"{run['name']}{suffix}.jsonl"
     pieces = make_pieces(run, methods)[part.number - 1 :: part.count]
-    if not path.exists():
-        path.write_text(json.dumps({"machine": machine()}) + "\n")
+    has_machine = path.exists() and any("machine" in json.loads(line) for line in path.read_text().splitlines())
     for number, whole in enumerate(pieces, 1):
         piece = leave_out_done(whole, read_lines(run["name"]))
         if not piece.methods:
@@ -189,6 +188,8 @@ def run_missing(run: Mapping[str, Any], part: Part, until: float) -> None:
             return
         started = time.monotonic()
         lines = list(measure(runner, run, piece))
+        if not has_machine:  # records that were copied from elsewhere may lack it
+            lines, has_machine = [{"machine": machine()}, *lines], True
         with path.open("a") as file:
             file.writelines(json.dumps(line) + "\n" for line in lines)
         log_progress(

@@ -178,14 +178,16 @@ def draw(result: Result) -> bytes:
                 [device], [score], [[score - low], [high - score]], label=name, elinewidth=0.8, capsize=2, **style
             )
             number += 1
-            labels.setdefault((round(device, 2), score), []).append(str(number))
+            # Labels of nearly one place would lie over each other.
+            places = [(x, y) for x, y in labels if abs(x - device) < 0.01 and abs(y - score) < 4]
+            labels.setdefault(places[0] if places else (device, score), []).append(str(number))
     for place, numbers in labels.items():
         ax.annotate(", ".join(numbers), place, (6, 3), textcoords="offset points", fontsize=8)
     ticks = [*result.fractions, "1/16", "1/32"]
     ax.set(xscale="log", ylim=(-4, 104), yticks=range(0, 101, 20))
     ax.set_xticks([float(Fraction(tick)) for tick in ticks], ticks)
     ax.xaxis.set_minor_locator(NullLocator())
-    ax.set_xlabel("bytes of the cache on the device, of the exact cache's, both in bfloat16 (logarithmic)")
+    ax.set_xlabel("bytes of the cache on the device, of the exact cache's\nboth in bfloat16 (logarithmic)")
     ax.set_ylabel("later questions answered right, %")
     contexts, methods = len(result.contexts(FULL, pictured)), len(result.document["scores"]) - 1
     title = f"{result.title}, {result.document['length']:,} tokens of essays, {methods} settings"
@@ -202,8 +204,8 @@ def draw(result: Result) -> bytes:
 def summary(result: Result) -> str:
     """What docs/results.md has of a run."""
     machine = result.document["machine"]
-    where = f"{machine['processor']}, {machine['cores']} cores, JAX {machine['jax']}"
-    return f"""{len(result.document["scores"]) - 1} settings; {result.counts()}; {where}.
+    where = f"; {machine['processor']}, {machine['cores']} cores, JAX {machine['jax']}" if machine else ""
+    return f"""{len(result.document["scores"]) - 1} settings; {result.counts()}{where}.
 
 {winners_table(result)}
 
@@ -232,6 +234,14 @@ over contexts stand in brackets: Wilson's, and of bits per byte Student's of dif
 
 {gaps}
 {equal_bytes.too_large_section(result)}"""
+
+
+def menu() -> list[dict[str, str]]:
+    """The entries of the site's menu: title -> path."""
+    return [
+        {f"The catalogue, {result.title}, {result.document['length']:,} tokens": f"catalogue.{name}.md"}
+        for name, result in read_results().items()
+    ]
 
 
 def pages() -> dict[str, str | bytes]:

@@ -173,11 +173,13 @@ def _difference(task: str, mean: float, interval: Interval | None) -> str:
 
 
 def too_large_section(result: Result) -> str:
-    """The section of methods that fit no size, by fraction, and of failures; "" where there are none."""
+    """The section of methods that are too large, by fraction, and of failures; "" where there are none."""
     lines = []
     for fraction in result.fractions:
         names = [
-            short_name(p["settings"]) for p in result.document["points"] if p["share"] == fraction and not p["method"]
+            short_name(p["settings"])
+            for p in result.document["points"]
+            if p["share"] == fraction and not p["method"] and "why" not in p  # `failed` has those with a reason
         ]
         lines += [f"- {fraction}: {', '.join(f'`{name}`' for name in names)}"] if names else []
     lines += [f"- `{method}` failed: {why}" for method, why in result.document["failed"].items()]

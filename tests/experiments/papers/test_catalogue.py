@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import tomllib
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import kvjax
+from docs import hooks
 from docs.generate import catalogue as page
 from docs.generate.equal_bytes import Result
 from experiments import catalogue, catalogue_tables
@@ -64,8 +66,12 @@ def test_a_run_goes_on_in_parts_and_has_the_scores_of_compare(results, directory
         ("qfilters:budget=32", False),  # this model has no table of its heads
     ]
     assert "table" in points[2]["why"] and not catalogue.read_lines("tiny")
+    (results / "tiny.1-of-2.jsonl").touch()  # as records that were copied without their machine
     for part in ("1/2", "2/2", "1/2"):  # a part that is complete adds nothing
         catalogue.main(["--part", part])
+    for part in (1, 2):
+        written = (results / f"tiny.{part}-of-2.jsonl").read_text().splitlines()
+        assert ["machine" in json.loads(line) for line in written].count(True) == 1
     lines = catalogue.read_lines("tiny")
     assert sorted((x["task"], x["seed"]) for x in lines) == [("ppl", 0)] * 3 + [("turns", 0)] * 3 + [("turns", 1)] * 3
     model, tokens = kvjax.load(directory), points[0]["method"]
@@ -92,11 +98,25 @@ def test_a_seed_counts_once_every_method_has_it(results):
     document = catalogue.sum_up(run)
     assert document["tasks"] == ["turns"] and document["seeds"] == [0]
     assert document["scores"] == {m: {"turns": {"0": [1.0, 0.5]}} for m in methods}
+    assert f", JAX {document['machine']['jax']}." in page.page("tiny", Result(document))
+    text = page.page("tiny", Result(document | {"machine": None}))
+    assert "2 settings; 2 of later questions." in text
+    assert "- `qfilters:budget=32` failed: " in text and "- 3/4" not in text  # nothing is too large
     failed = {"method": methods[-1], "task": "turns", "seed": 1, "failed": "no memory"}
     (results / "tiny.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*written, failed]))
     document = catalogue.sum_up(run)
     assert document["seeds"] == [0, 1] and methods[-1] not in document["scores"]
     assert document["failed"][methods[-1]] == "no memory"
+
+
+def test_the_menu_of_the_site_has_the_pages_that_are_made(monkeypatch):
+    document = {"model": "testbed", "length": 2048}
+    monkeypatch.setattr(page, "read_results", lambda: {"tiny": Result(document)})
+    config = hooks.on_config(
+        SimpleNamespace(nav=[{"Methods": "methods/index.md"}, {"Results": ["results.md", "a.md"]}])
+    )
+    entry = {"The catalogue, the testbed model, 2,048 tokens": "catalogue.tiny.md"}
+    assert config.nav[1]["Results"] == ["results.md", entry, "a.md"]
 
 
 def test_the_front_takes_the_best_of_each_use_in_turn():
