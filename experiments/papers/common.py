@@ -203,7 +203,7 @@ def accuracy(right: Sequence[bool]) -> dict[str, float]:
 
 
 def format_accuracy(task: Mapping[str, Any]) -> str:
-    """Formats a result of `accuracy` with Wilson's 95% interval: a standard error is 0 at 0% and at 100%."""
+    """Formats a result of `accuracy` with Wilson's interval over questions: a standard error is 0 at 0% and at 100%."""
     num_right = round(task["accuracy"] * task["questions"])
     low, high = score_interval(np.repeat([1.0, 0.0], [num_right, task["questions"] - num_right]))
     return f"{task['accuracy']:.1%} ({100 * low:.0f}–{100 * high:.0f})"
@@ -243,7 +243,8 @@ def describe_protocol(args: argparse.Namespace, model: Model, records: Sequence[
     counts = [f"{t}: {r['questions']} questions" for t, r in records[0]["tasks"].items()]
     text = f"text: {records[0]['tokens']:,} {kind} decoded after {args.length:,}; = full: likeliest token as in `full`"
     return (
-        "; ".join([*counts, *[f"questions {where}"] * bool(counts), text]) + "; (..): 95% intervals; ± standard errors."
+        "; ".join([*counts, *[f"questions {where}"] * bool(counts), text])
+        + "; (..): 95% intervals over questions; ± standard errors."
     )
 
 

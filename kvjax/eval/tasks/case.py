@@ -49,7 +49,7 @@ class Case:
 
 
 class TooShort(KvjaxError):
-    """The task does not fit in a context of this length."""
+    """The task does not fit in a context of this length, or does not fill it."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -130,7 +130,7 @@ def cases(model: Model, names: Sequence[str], spec: Spec, left_out: Callable[[st
     """
     made = [case for name in expand(names, left_out) for case in _make_fitting_cases(name, model, spec, left_out)]
     if not made and left_out is not None:
-        raise KvjaxError("no task fits in any of the lengths; use longer ones")
+        raise KvjaxError("no task fits in any of the lengths; use others, as the lines about what is left out say")
     for note in examples.missing_example_notes((case.task, case.about) for case in made):
         left_out(note) if left_out is not None else warnings.warn(note, KvjaxWarning, stacklevel=2)
     return made

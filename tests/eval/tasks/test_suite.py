@@ -80,7 +80,7 @@ def test_what_does_not_fit_is_left_out_where_somebody_is_told(monkeypatch):
     assert messages == ["left out: does not fit in 40 tokens"]
     with pytest.raises(TooShort, match="does not fit in 40"):
         suite.cases(None, ["niah", "long"], spec)
-    with pytest.raises(KvjaxError, match="no task fits in any of the lengths"):
+    with pytest.raises(KvjaxError, match="no task fits in any of the lengths; use others"):
         suite.cases(None, ["long"], Spec(lengths=(40, 50)), messages.append)
 
 
