@@ -198,8 +198,8 @@ def plan_conversion(source: Source) -> ConversionPlan:
     for b in bindings:
         parts[b.targets[0].path.split("/")[0]].append(b)
     # float32 for a mixture of types, and for float64, which JAX does not have unless it is turned on.
-    # Some have a dtype of their own, and a recurrence's norm may be stored as they are.
-    cast = (b for b in bindings if not b.targets[0].path.endswith((*IN_FLOAT32, "attention/norm/scale")))
+    # Some have a dtype of their own; the norm of a recurrence may be stored in float32 as well.
+    cast = (b for b in bindings if not b.targets[0].path.endswith((*IN_FLOAT32, "recurrence/norm/scale")))
     stored = {FLOATS[source.tensors[name].dtype] for b in cast for name in b.sources}
     dtype = np.dtype(stored.pop() if len(stored) == 1 and "float64" not in stored else "float32")
     return ConversionPlan(config, {name: tuple(bs) for name, bs in parts.items()}, dtype, tied_head, len(left_out))

@@ -205,6 +205,18 @@ def test_biases_by_which_experts_are_chosen_stay_in_float32(tmp_path):
     assert params["embedding"].dtype == "bfloat16"
 
 
+def test_what_a_recurrence_has_in_float32_leaves_the_model_in_bfloat16(hf):
+    editable = hf("loud/qwen3_5")
+    stored = load_loud("qwen3_5")
+    wide = {name: x for name, x in stored.items() if name.endswith(("linear_attn.norm.weight", ".A_log", ".dt_bias"))}
+    assert len(wide) == 3 * sum(name.endswith(".A_log") for name in stored)
+    directory = editable.tensors(**{name.replace(".", "__"): x.astype(np.float32) for name, x in wide.items()})
+    assert plan_conversion(Directory(directory)).dtype == "bfloat16"
+    (name,) = (name for name in stored if name.endswith("layers.0.linear_attn.out_proj.weight"))
+    directory = editable.tensors(**{name.replace(".", "__"): stored[name].astype(np.float32)})
+    assert plan_conversion(Directory(directory)).dtype == "float32"
+
+
 @pytest.mark.parametrize(("later", "layer", "is_refused"), [(1, 3, False), (1, 4, True), (0, 3, True), (2, 4, False)])
 def test_layers_that_predict_later_tokens_are_left_out(hf, later, layer, is_refused):
     editable = hf("loud/glm4_moe")
