@@ -31,7 +31,7 @@ class ContextReader:
     """Reads contexts under methods; the exact keys, values and queries of the latest ones are kept for other methods.
 
     Contexts whose exact tensors are too large to be kept are read anew under each method, and so are those of a model
-    with a recurrence, whose state is no tensor of keys and values.
+    whose layers do not all have keys and values of their own: a recurrence has a state, and shared layers have none.
 
     Args:
       model: the model.
@@ -52,8 +52,9 @@ class ContextReader:
         ids = [np.asarray(context).tolist() for context in contexts]
         model = model_for(self.model, ids, max(map(len, ids)) + headroom_tokens)
         most = self._most_bytes = self._max_exact_bytes() if self._most_bytes is None else self._most_bytes
-        has_recurrence = len(model.config.attention_layers) < model.config.layers
-        if has_recurrence or self._exact_bytes(len(contexts), width) > most:
+        kinds = [model.config.kind(i).attention for i in range(model.config.layers)]
+        is_exact = all(a.recurrence is None and a.reads_layer is None for a in kinds)
+        if not is_exact or self._exact_bytes(len(contexts), width) > most:
             return read(model, contexts, method, headroom=headroom_tokens, width=width)
         key = width, tuple(map(tuple, ids)), model.config
         if key not in self._exact:

@@ -11,6 +11,7 @@ import kvjax
 from kvjax.eval.run import context_reader
 from kvjax.eval.run.context_reader import ContextReader
 from kvjax.testing import toy_model
+from tests.fixtures import load_family
 
 ROWS = [np.arange(1, 40, dtype=np.int32), np.arange(50, 61, dtype=np.int32)]
 METHODS = (
@@ -79,3 +80,11 @@ def test_rows_too_large_to_be_kept_are_read_by_each_method(exact_reads, monkeypa
     monkeypatch.setattr(reads, "_max_exact_bytes", lambda: reads._exact_bytes(2, 64) - 1)
     context = reads.read(ROWS, "full", headroom_tokens=20, width=64)
     assert not exact_reads and context.cache.length.tolist() == [39, 11]
+
+
+@pytest.mark.parametrize("family", ["gemma4_shared", "qwen3_5"])
+def test_models_whose_layers_lack_keys_and_values_are_read_by_each_method(exact_reads, monkeypatch, family):
+    model = kvjax.random_model(load_family(family)[0])
+    monkeypatch.setattr(context_reader, "read", lambda model, contexts, method, **sizes: (method, sizes))
+    context = ContextReader(model).read([row % 32 for row in ROWS], "full", headroom_tokens=20, width=64)
+    assert not exact_reads and context == ("full", {"headroom": 20, "width": 64})
