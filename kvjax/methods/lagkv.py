@@ -111,6 +111,9 @@ class CutPartitions(kv.Policy):
             return state  # the text is too short for two partitions
         num_tokens = q_pos[:, 0] - first - self.sinks
         is_due = (q_pos[:, 0] >= 0) & (num_tokens >= 2 * self.lag) & (num_tokens % self.lag == 0)
+        # A prompt that ends with a full partition has been cut by `init`.
+        num_kept = self.sinks + num_tokens - (num_tokens // self.lag - 1) * self.num_evicted
+        is_due &= (state.pos[:, 0] >= 0).sum(1, dtype=jnp.int32) > num_kept
         return lax.cond(is_due.any(), lambda s: self._cut(storage, s, is_due, q_pos), lambda s: s, state)
 
     def after_token(

@@ -5,6 +5,8 @@ LagKV in NumPy, float64, from its paper (arXiv 2504.04704) and kvpress: one key/
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -122,6 +124,13 @@ def test_a_partition_is_cut_when_the_next_one_is_full_while_decoding_too():
         return np.stack([decode(*head, n, 0.4, 3, 1) for head in zip(q, k, v, strict=True)])
 
     layer.assert_decodes_as("lagkv:budget=40%,lag=3,sinks=1,while_decoding=true", oracle)
+
+
+def test_a_prompt_that_ends_with_a_full_partition_is_cut_once():
+    batch = dataclasses.replace(layer.random_batch(), lengths=np.array([7, 1, 4]))
+    out = layer.decode("lagkv:budget=40%,lag=3,sinks=1,while_decoding=true", batch)
+    for head in range(layer.K):
+        np.testing.assert_allclose(out[0, head], decode(*batch.exact(0, head), 7, 0.4, 3, 1), atol=5e-6)
 
 
 @pytest.mark.parametrize(("lag", "sinks", "ratio"), [(3, 1, 0.4), (2, 0, 0.5), (4, 2, 0.0)])
