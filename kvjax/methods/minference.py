@@ -121,14 +121,19 @@ class LinesAndBlocks(kv.TileChoosing):
         keys = tiles_of(jnp.where(is_key[:, None, :, None], k, 0), 2).mean(3, dtype=jnp.float32)
 
         def choose(q: kv.Array, first: kv.Array) -> kv.ChosenKeys:
-            own, tiles = first // tile, jnp.arange(num_tiles, dtype=jnp.int32)
-            is_past = jnp.broadcast_to(tiles <= own, (1, 1, 1, num_tiles))
-            chosen = is_crossed[..., jnp.maximum(own - tiles, 0)] & is_past
+            own, tiles = first // tile, jnp.arange(num_tiles, dtype=jnp.int32)[None, None, None]
+            is_past = tiles <= own
+            chosen = is_crossed[..., jnp.maximum(own - tiles[0, 0, 0], 0)] & is_past
             if "block_sparse" in names:
                 is_query = first + jnp.arange(tile, dtype=jnp.int32)[None] < lengths[:, None]
                 mean = jnp.where(is_query[:, None, None, :, None], q, 0).mean(3, dtype=jnp.float32)
-                similar = jnp.einsum("bkgh,bknh->bkgn", mean, keys)
-                chosen = jnp.where(is_blocks, kv.top_k_mask(similar, is_past, self.topk), chosen)
+                similar, candidates = jnp.einsum("bkgh,bknh->bkgn", mean, keys), is_past
+                if (window := self.rule.window) is not None:
+                    # The last queries of a tile see less of the past than the first: only their own tile is sure to
+                    # have a key for each of them.
+                    candidates = is_past & ((tiles + 1) * tile > first - window + 1)
+                    similar = jnp.where(tiles == own, jnp.inf, similar)
+                chosen = jnp.where(is_blocks, kv.top_k_mask(similar, candidates, self.topk), chosen)
             return kv.ChosenKeys(chosen, columns)
 
         return choose
@@ -229,7 +234,9 @@ def minference(
     Differs:
       The authors' kernel puts blocks of keys anywhere, so that they cover slash lines; here tiles begin at multiples of
       their size, and a line may cross two. Their window of "stream_llm" ends at a token, and here at a tile. Fewer
-      lines than `sinks` and `recent` are refused, where theirs are raised.
+      lines than `sinks` and `recent` are refused, where theirs are raised. In a layer with a sliding window
+      "block_sparse" heads choose among the tiles that it shows, their own always among them; their code has no such
+      layers.
 
     Args:
       pattern: of the heads for which the table has none.

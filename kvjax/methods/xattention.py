@@ -20,11 +20,13 @@ class AntidiagonalTiles(kv.TileChoosing):
       threshold: fraction of the estimated weight of a tile of queries.
       stride: queries, and keys, whose dot products are summed along an antidiagonal.
       tile: queries and keys of a tile.
+      rule: the layer's window, from `at`.
     """
 
     threshold: Annotated[float, kv.Within("(0, 1]")]
     stride: kv.PositiveInt
     tile: kv.PositiveInt
+    rule: kv.attention.Rule = kv.attention.PLAIN
 
     def __post_init__(self):
         kv.check_fields(self)
@@ -41,6 +43,9 @@ class AntidiagonalTiles(kv.TileChoosing):
     @property
     def key_tile(self) -> int:
         return self.tile
+
+    def at(self, spec: kv.LayerSpec) -> AntidiagonalTiles:
+        return dataclasses.replace(self, rule=spec.rule)
 
     def choose_keys(
         self, q: kv.Array, k: kv.Array, start: kv.Array | int, lengths: kv.Array
@@ -63,6 +68,8 @@ class AntidiagonalTiles(kv.TileChoosing):
             logits = jnp.einsum("bkgrc,bksc->bkgrs", rows, groups, preferred_element_type=jnp.float32)
             row = (first // self.stride + jnp.arange(per_tile, dtype=jnp.int32))[None, None, None, :, None]
             is_visible = (group <= row) & (group * self.stride < length)
+            if self.rule.window is not None:  # what it hides would count as weight that is read
+                is_visible &= (group + 1) * self.stride > row * self.stride - self.rule.window + 1
             weights = jax.nn.softmax(jnp.where(is_visible, logits * (H**-0.5 / self.stride), kv.MASKED_LOGIT))
             weights = jnp.where(row * self.stride < length, weights, 0.0)
             mass = weights.sum(3).reshape(B, K, G, num_tiles, per_tile).sum(4)
@@ -82,7 +89,8 @@ class AntidiagonalTiles(kv.TileChoosing):
 def xattention(threshold: Annotated[float, kv.Within("(0, 1]")] = 0.9, stride: int = 8, tile: int = 128) -> kv.Method:
     """Leaves out of the prompt's attention the tiles of keys of least estimated weight; decoding reads all.
 
-    Each query head chooses for itself, a tile of queries at a time. Nothing leaves the cache.
+    Each query head chooses for itself, a tile of queries at a time. Nothing leaves the cache. What a layer's sliding
+    window hides has no weight.
 
     Formula:
       weight of tile j for a tile of queries = sum over its groups a of `stride` queries and j's groups b of keys of

@@ -36,8 +36,11 @@ def softmax(x: np.ndarray) -> np.ndarray:
     return p / p.sum()
 
 
-def antidiagonal_weights(q: np.ndarray, k: np.ndarray, stride: int) -> np.ndarray:
-    """The estimated weights [n n] of groups of keys for groups of queries; q, k [T H]."""
+def antidiagonal_weights(q: np.ndarray, k: np.ndarray, stride: int, window: float = np.inf) -> np.ndarray:
+    """The estimated weights [n n] of groups of keys for groups of queries; q, k [T H].
+
+    A group has none if its last key is outside of the first query's window.
+    """
     T, H = q.shape
     n = -(-T // stride)
     weights = np.zeros((n, n))
@@ -46,13 +49,16 @@ def antidiagonal_weights(q: np.ndarray, k: np.ndarray, stride: int) -> np.ndarra
         for b, i in np.ndindex(a + 1, stride):
             t, s = a * stride + stride - 1 - i, b * stride + i
             sums[b] += q[t] @ k[s] if t < T and s < T else 0.0
-        weights[a, : a + 1] = softmax(sums / stride / np.sqrt(H))
+        is_hidden = a * stride - (np.arange(a + 1) * stride + stride - 1) >= window
+        weights[a, : a + 1] = softmax(np.where(is_hidden, -np.inf, sums / stride / np.sqrt(H)))
     return weights
 
 
-def antidiagonal_tiles(q: np.ndarray, k: np.ndarray, threshold: float, stride: int, tile: int) -> np.ndarray:
+def antidiagonal_tiles(
+    q: np.ndarray, k: np.ndarray, threshold: float, stride: int, tile: int, window: float = np.inf
+) -> np.ndarray:
     """XAttention's tiles, bool [n n]: first and own one, then the heaviest until a fraction of all weight is read."""
-    weights, per_tile, n = antidiagonal_weights(q, k, stride), tile // stride, -(-len(q) // tile)
+    weights, per_tile, n = antidiagonal_weights(q, k, stride, window), tile // stride, -(-len(q) // tile)
     chosen = np.zeros((n, n), bool)
     for i in range(n):
         rows = weights[i * per_tile : (i + 1) * per_tile]
@@ -221,6 +227,32 @@ def test_attention_is_the_oracles_for_ragged_prompts(pattern):
     for b, n in enumerate(LENGTHS):
         np.testing.assert_allclose(out[b, :, :, :n], expected[b, :, :, :n], atol=1e-5)
         np.testing.assert_allclose(lse[b, :, :, :n], np.log(np.exp(logits).sum(-1))[b, :, :, :n], atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["xattention", "block_sparse"])
+def test_what_a_window_hides_is_not_chosen_for(name):
+    """Else tiles that no query sees would take the place of those that some do, up to queries without any key."""
+    window, tile, n, (q, k, v) = 6, 4, 24, random_qkv(24)
+    spec = dataclasses.replace(layer.spec(window), num_kv_heads=K, num_groups=G)
+    blocks = HeadPattern("block_sparse", 1, 1)
+    pattern = TILES if name == "xattention" else dataclasses.replace(LINES, default=blocks, heads=())
+    masks = np.zeros((B, K, G, n, n), bool)
+    for b, h, g in np.ndindex(B, K, G):
+        x, y = (np.asarray(a, np.float64) for a in (q[b, h, g], k[b, h]))
+        tiles = (
+            antidiagonal_tiles(x, y, 0.6, 2, tile, window) if name == "xattention" else np.eye(n // tile, dtype=bool)
+        )
+        for i in range(n // tile) if name == "block_sparse" else ():
+            shown = [j for j in range(i) if i * tile - (j * tile + tile - 1) < window]
+            means = [y[j * tile : (j + 1) * tile].mean(0) @ x[i * tile : (i + 1) * tile].mean(0) for j in shown]
+            tiles[i, [shown[np.argmax(means)]] if shown else []] = True  # `topk` is 2, its own tile among them
+        masks[b, h, g] = tiles.repeat(tile, 0).repeat(tile, 1)
+    distance = np.arange(n)[:, None] - np.arange(n)
+    masks &= (distance >= 0) & (distance < window)
+    expected = attend_masked(*(np.asarray(x, np.float64) for x in (q, k, v)), masks)
+    out = jax.jit(lambda q, k, v: causal_attention(q, k, v, rule=spec.rule, block=8, pattern=pattern.at(spec)))(q, k, v)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+    assert masks.any(-1).all() and (masks.sum(-1) < np.minimum(np.arange(n) + 1, window)).any()
 
 
 @pytest.mark.parametrize("pattern", [TILES, LINES], ids=["xattention", "minference"])
