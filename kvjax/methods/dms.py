@@ -154,7 +154,8 @@ def dms(
       evict. A threshold gives no number of tokens, and shapes must be known beforehand: memory is reserved for the
       budget, and if the heads of a layer together have more tokens above the threshold, the best of them all stay.
       With decode=true (kvpress: `decoding=True`) each head has slots for the budget, which new tokens take again as
-      old ones leave; a head that would overflow evicts its lowest score. The scorer sees a decoded token alone.
+      old ones leave; a head that would overflow evicts its lowest score. The scorer sees a decoded token alone, and of
+      a prompt the tokens that the budget has kept, which matters for scores that compare tokens (`keydiff`).
 
     Args:
       threshold: on the scale of the selection's scores (-4 with KVzap's, which are logarithms).

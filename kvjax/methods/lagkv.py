@@ -187,7 +187,7 @@ def lagkv(
         that all partitions keep equally many.
       while_decoding: whether every partition is cut to the fraction `budget` of its tokens when the next one is full,
         while decoding too (the authors' code, whose `ratio` it is); sinks and the last one or two partitions stay
-        whole.
+        whole, so that a text shorter than sinks + 2 lag loses nothing.
 
     Reference:
       LagKV, Liang et al. 2025, arXiv 2504.04704, and its public code, AI-Lab-China-Merchants-Bank/LagKV; scored once

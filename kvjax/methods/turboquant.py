@@ -126,14 +126,14 @@ def turboquant(
     ends: kv.NonNegativeInt = 2,
     v_levels: Literal["uniform", "normal"] = "uniform",
 ) -> kv.Method:
-    """Quantizes rotated keys to the best levels for their distribution, and values uniformly, to 3 or 4 bits.
+    """Quantizes rotated keys to the best levels for their distribution, and values uniformly or as keys.
 
     Attention in the prompt is exact. A key of head size H takes H k_bits / 8 + 2 bytes and a value H v_bits / 8 + 4, or
     2 with v_levels=normal.
 
     Formula:
       K: y = k H / (sqrt(d) |k|), c = the nearest Lloyd-Max level of N(0, 1/d), k' = |k| c / |c|; V: code = floor((v -
-      min) / s + 1/2), s = (max - min) / (2^bits - 1)
+      min) / s + 1/2), s = (max - min) / (2^bits - 1), or as K
 
     Differs:
       Values are neither rotated nor at the levels of keys, as in vLLM; the paper treats both alike, as v_levels=normal
@@ -142,9 +142,9 @@ def turboquant(
       bit per number for the sign of the projected residual (QJL) is left out. FP8 keys beyond 448 take that value.
 
     Args:
-      k_bits: bits of a key: 3 or 4, or 8 for FP8 e4m3 without rotation or scale.
-      v_bits: bits of a value: 3 or 4. vLLM's presets (k_bits, v_bits) are 4 and 4 (`turboquant_4bit_nc`), 3 and 4
-        (`k3v4_nc`), 3 and 3 (`3bit_nc`), 8 and 4 (`k8v4`); it reports 3 %, 11 %, 21 % and 1 % more perplexity for
+      k_bits: bits of a key: 3 or 4 (vLLM's), 1 or 2, or 8 for FP8 e4m3 without rotation or scale.
+      v_bits: bits of a value: 1, 2, 3, 4 or 8. vLLM's presets (k_bits, v_bits) are 4 and 4 (`turboquant_4bit_nc`), 3
+        and 4 (`k3v4_nc`), 3 and 3 (`3bit_nc`), 8 and 4 (`k8v4`); it reports 3 %, 11 %, 21 % and 1 % more perplexity for
         these.
       correct: whether a key keeps its norm (the presets `_nc`).
       ends: layers at each end of the model that are exact, at most half of all (vLLM: 2; 0 for none).
