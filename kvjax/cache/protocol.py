@@ -26,11 +26,11 @@ from jax.core import Tracer
 from kvjax.cache.uses import Use
 from kvjax.core.attention import PLAIN, AttentionPattern, Rule
 from kvjax.core.attention_mass import Observation
+from kvjax.core.gated_delta import GatedDelta
 from kvjax.core.rope import Rope
 from kvjax.core.step_bytes import StepBytes
 from kvjax.core.types import Array, KVBlock, Partial, pytree
 from kvjax.errors import KvjaxError, TracedCall
-from kvjax.models.kinds import GatedDelta
 
 State = TypeVar("State")  # any pytree; returned, never assigned to
 
@@ -57,8 +57,8 @@ class LayerSpec:
       reads_layer: index of the layer whose keys and values this one reads, as it has none of its own; None for a layer
         that has. Methods are not bound to such a layer, see `kvjax.cache.reading_layer`.
       reading_layers: indices of all layers of the model that read another one's.
-      recurrence: what the layer has in place of attention and of keys and values, `kvjax.models.kinds.GatedDelta`; None
-        for attention. Methods are not bound to such a layer, see `kvjax.cache.recurrent_layer`.
+      recurrence: what the layer has in place of attention and of keys and values; None for attention. Methods are not
+        bound to such a layer, see `kvjax.cache.recurrent_layer`.
       recurrent_layers: indices of all layers of the model with a recurrence.
     """
 

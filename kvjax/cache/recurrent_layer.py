@@ -8,7 +8,7 @@ taken back.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Protocol
 
 import jax.numpy as jnp
 from jaxtyping import Bool, Float32
@@ -16,12 +16,11 @@ from jaxtyping import Bool, Float32
 from kvjax.cache.protocol import Needs
 from kvjax.cache.uses import CONTEXT_REMEDY
 from kvjax.core.attention_mass import Observation
-from kvjax.core.gated_delta import RecurrentInputs, apply_gated_delta_rule, convolve, last_inputs
+from kvjax.core.gated_delta import GatedDelta, RecurrentInputs, apply_gated_delta_rule, convolve, last_inputs
 from kvjax.core.memory import array_bytes
 from kvjax.core.step_bytes import StepBytes
 from kvjax.core.types import Array, KVBlock, Partial, pytree
 from kvjax.errors import IncompatibleMethod
-from kvjax.models.kinds import AttentionKind
 
 
 @pytree
@@ -31,6 +30,19 @@ class RecurrentState:
     inputs: Array  # [B K W-1 C], the tokens that the convolution reads back, in the model's dtype
     # In float32 whatever the model's dtype: each token adds to it, and each sum would round again.
     matrix: Float32[Array, "B K G H Hv"]
+
+
+class WithRecurrence(Protocol):
+    """What `kvjax.models.kinds.AttentionKind` says of a layer with a recurrence."""
+
+    @property
+    def groups(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def value_dim(self) -> int: ...
+    @property
+    def recurrence(self) -> GatedDelta | None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +64,7 @@ class RecurrentLayer:
     needs = Needs()
 
     @classmethod
-    def of(cls, attention: AttentionKind) -> RecurrentLayer:
+    def of(cls, attention: WithRecurrence) -> RecurrentLayer:
         """Makes the layer of a kind that has a recurrence."""
         assert attention.recurrence is not None
         return cls(attention.groups, attention.head_dim, attention.value_dim, attention.recurrence.kernel_tokens)

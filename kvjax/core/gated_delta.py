@@ -10,6 +10,7 @@ Keys and queries have unit length. The G value heads of a key head share its key
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -19,11 +20,29 @@ from jax.scipy.linalg import solve_triangular
 from jaxtyping import Float, Float32, Int32
 
 from kvjax.core.types import Array
+from kvjax.utils.parameter_types import Size, check_fields
 
 CHUNK_TOKENS = 64
 """Tokens that pass the rule at once, as in the authors' kernels: longer chunks do more work for each token."""
 NORM_EPS = 1e-6
 """Added to the squared length of keys and queries before they are divided by it (the authors' `l2norm`)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GatedDelta:
+    """A gated delta rule in place of attention (Gated DeltaNet, arXiv 2412.06464; Qwen3-Next, Qwen3.5).
+
+    Such a layer has no keys and values but a state of constant size. Of its `kvjax.models.kinds.AttentionKind`, `heads`
+    are those of values, `kv_heads` those of keys and queries, and both widths have their meaning; all other fields are
+    the defaults.
+
+    Attributes:
+      kernel_tokens: W, tokens that the convolution of each channel reads, the new one among them.
+    """
+
+    kernel_tokens: Size = 4
+
+    __post_init__ = check_fields
 
 
 class RecurrentInputs(NamedTuple):

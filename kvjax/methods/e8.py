@@ -86,7 +86,7 @@ class D4Lattice(kv.Quantizer):
         kv.bit_packing.check_fills(H, self.bits)
 
     def encode(self, x: kv.Array) -> LatticeCodes:
-        y, scale = _scale_to(x, float(self.top))
+        y, scale = _scale_to(x, self.top)
         points = _nearest_even_sum(y.reshape(*y.shape[:-1], -1, 4))
         first, *others = jnp.split((points + self.top).astype(jnp.uint32), 4, -1)
         base = 2 * self.top + 1

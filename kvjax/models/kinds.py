@@ -11,6 +11,7 @@ import math
 from typing import Literal, cast
 
 from kvjax.core.attention import PLAIN, Rule
+from kvjax.core.gated_delta import GatedDelta
 from kvjax.core.rope import Rope
 from kvjax.core.types import hash_once
 from kvjax.errors import KvjaxError
@@ -58,23 +59,6 @@ class QueryTemperature:
 
     beta: PositiveFloat
     positions: Size
-
-    __post_init__ = check_fields
-
-
-@dataclasses.dataclass(frozen=True)
-class GatedDelta:
-    """A gated delta rule in place of attention (Gated DeltaNet, arXiv 2412.06464; Qwen3-Next, Qwen3.5).
-
-    Such a layer has no keys and values but a state of constant size, see `kvjax.core.gated_delta`. Of its
-    `AttentionKind`, `heads` are those of values, `kv_heads` those of keys and queries, and both widths have their
-    meaning; all other fields are the defaults.
-
-    Attributes:
-      kernel_tokens: W, tokens that the convolution of each channel reads, the new one among them.
-    """
-
-    kernel_tokens: Size = 4
 
     __post_init__ = check_fields
 
