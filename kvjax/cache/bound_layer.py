@@ -116,11 +116,12 @@ class MethodLayer:
         observers = (scorer, m.second_stage, m.decode, m.read, m.side_store, m.layer_budgets)
         num_queries = [observer.num_queries for observer in observers if observer is not None]
         num_queries += [observed_queries(m.k), observed_queries(m.v)]
+        decodes_by_hidden = m.decode is not None and m.decode.needs_hidden
         return Needs(
             # One component that observes all queries (None) decides for the others.
             observed_queries=None if None in num_queries else max(n for n in num_queries if n is not None),
-            hidden_states=scorer is not None and scorer.needs_hidden,
-            decoded_hidden_states=m.decode is not None and m.decode.needs_hidden,
+            hidden_states=(scorer is not None and scorer.needs_hidden) or decodes_by_hidden,
+            decoded_hidden_states=decodes_by_hidden,
             output_projection=scorer is not None
             and (scorer.needs_output or (m.second_stage is not None and m.second_stage.needs_output)),
             replay=None if scorer is None else scorer.replay,

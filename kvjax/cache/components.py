@@ -163,8 +163,8 @@ class Policy:
     needs_weights = False  # whether `after_token` reads the attention weights of a step
     needs_hidden = False  # whether `observe_token` reads hidden states; `init` has those of the prompt, as scorers do
     # Above 0, prompts are read through the layer too, this many tokens at a time, and tokens leave before positions
-    # that are multiples of it and at no others. `before_token` and `after_token` may then get all tokens between two of
-    # these positions at once, q [B K G T H] and q_pos i32[B T].
+    # that are multiples of it and at no others. `before_token`, `observe_token` and `after_token` may then get all tokens
+    # between two of these positions at once, q [B K G T H] and q_pos i32[B T].
     prompt_chunk = 0
 
     @abstract
@@ -212,7 +212,7 @@ class Policy:
         ...
 
     def before_token(
-        self, storage: KVStorage, state: LayerState, q: Float[Array, "B K G 1 H"], q_pos: Int32[Array, "B 1"]
+        self, storage: KVStorage, state: LayerState, q: Float[Array, "B K G T H"], q_pos: Int32[Array, "B T"]
     ) -> LayerState:
         """Prepares the state for a token with query q at `q_pos`; the base changes nothing."""
         return state

@@ -153,7 +153,7 @@ class ChunkedPrefill(ForwardMode):
         layer, needs = call.layer, call.layer.needs
         if needs.prompt_chunk:
             pos = self.start + token_positions(k[:, 0, :, 0])
-            new = KVBlock(k, v, jnp.where(pos < self.lengths[:, None], pos, -1)[:, None])
+            new = new_tokens(layer, inputs, jnp.where(pos < self.lengths[:, None], pos, -1))
             out, state, _ = extend_layer(layer, state, q, new, k.shape[2], None, inputs.outside, mesh=mesh)
             return out, state, cross_layer
         # Causal attention reads the whole buffers: slots behind this chunk are still zero and masked by position.
@@ -253,10 +253,14 @@ class Decode(ForwardMode):
             if inputs.sinks is not None:
                 arguments.append(sink_partial(inputs.sinks, inputs.q, call.kind.attention.value_dim))
             return per_device(layer.read, *inputs.q.shape[:2], mesh=mesh)(*arguments), state, cross_layer
-        needs_hidden = call.layer.needs.decoded_hidden_states
-        hidden = inputs.hidden[:, None] if needs_hidden and inputs.hidden is not None else None
-        new = KVBlock(inputs.k, inputs.v, self.pos[:, None], hidden=hidden)
+        new = new_tokens(call.layer, inputs, self.pos)
         return extend_layer(call.layer, state, inputs.q, new, self.commit, cross_layer, inputs.outside, mesh=mesh)
+
+
+def new_tokens(layer: BoundLayer, inputs: LayerInputs, pos: Int32[Array, "B T"]) -> KVBlock:
+    """Makes the block that a layer is extended by, with hidden states where its method reads those of new tokens."""
+    needs_hidden = layer.needs.decoded_hidden_states and inputs.hidden is not None
+    return KVBlock(inputs.k, inputs.v, pos[:, None], hidden=inputs.hidden[:, None] if needs_hidden else None)
 
 
 def extend_layer(
