@@ -115,7 +115,8 @@ def count_arrays(model: Model, kind: str, documents: Prompts | None, rows: int =
       For each layer its arrays by name.
     """
     arguments.integer("rows", rows)
-    model.config.require_own_caches("kvjax calibrate")
+    remedy = "calibrate a model whose layers all have their own, or take a method without a table"
+    model.config.require_own_caches("kvjax calibrate", remedy)
     counting = Counting(parse_kind(kind))
     own = counting.kind.documents(model.config.vocab_size, model.config.max_positions)
     documents = documents if own is None else own

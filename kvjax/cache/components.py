@@ -163,8 +163,8 @@ class Policy:
     needs_weights = False  # whether `after_token` reads the attention weights of a step
     needs_hidden = False  # whether `observe_token` reads hidden states; `init` has those of the prompt, as scorers do
     # Above 0, prompts are read through the layer too, this many tokens at a time, and tokens leave before positions
-    # that are multiples of it and at no others. `before_token`, `observe_token` and `after_token` may then get all tokens
-    # between two of these positions at once, q [B K G T H] and q_pos i32[B T].
+    # that are multiples of it and at no others. `before_token`, `observe_token` and `after_token` may then get all
+    # tokens between two of these positions at once, q [B K G T H] and q_pos i32[B T].
     prompt_chunk = 0
 
     @abstract

@@ -124,7 +124,7 @@ class Config:
         if self.pattern[source] > self.pattern[layer]:
             raise KvjaxError(f"{name}, and its kind stands before that layer's in config field kinds; swap the two")
 
-    def require_own_caches(self, caller: str) -> None:
+    def require_own_caches(self, caller: str, remedy: str = "read the tokens with kvjax.prefill") -> None:
         """Raises KvjaxError, for a caller that handles every layer's keys and values, where a layer has none."""
         for i in range(self.layers):
             source = self.kind(i).attention.reads_layer
@@ -133,7 +133,7 @@ class Config:
                 why = "holds a recurrent state" if has_recurrence else f"reads those of layer {source}"
                 raise KvjaxError(
                     f"{caller} takes keys and values of every layer, and layer {i} of this model has none: it {why}; "
-                    "read the tokens with kvjax.prefill"
+                    f"{remedy}"
                 )
 
     def __repr__(self) -> str:

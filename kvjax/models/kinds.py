@@ -264,7 +264,8 @@ class LayerKind:
       attention: its attention.
       mlp: its feed-forward part.
       norms: where RMSNorm stands: "before" each part (Llama), "after" it (OLMo 2), or "both" (Gemma 2 and 3).
-      unit_offset: whether norms multiply by 1 + scale in place of scale (Gemma).
+      unit_offset: whether norms multiply by 1 + scale in place of scale (Gemma). Those of a recurrence's output and of
+        `Experts.own_norms` multiply by the scale, whatever stands here.
       residual: factor of what each part adds to the residual stream (Granite).
       output_scale: whether a learned number multiplies the layer's output (Gemma 4).
     """

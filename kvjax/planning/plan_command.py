@@ -172,7 +172,7 @@ def write_notes(model: PlannedModel, plans: Sequence[PlanRow], options: Mapping[
         for remedy, names in by_remedy.items():
             notes.append(f"{context:,} tokens: {', '.join(names)} would fit with {remedy}")
     kernels = "" if options["weights"] is None else f" with kernels in {options['weights']}"
-    active = "" if not model.has_experts else f", {model.active_parameters / 1e9:.1f}B of them for each token"
+    active = "" if not model.has_experts else f", {format_parameters(model.active_parameters)} of them for each token"
     notes += [
         f"{model.name}: {format_parameters(model.parameters)} parameters{active}, in {dtype}{kernels}; "
         f"{c.layers + model.other_layers} layers, {c.describe_heads()}, {c.max_positions:,} positions ({model.source})",

@@ -153,7 +153,7 @@ def full_kv_from_context(context: Context) -> FullKV:
     """
     cache = check_cache(context.model, context.cache)
     model, config = context.model.with_config(cache.config), cache.config
-    config.require_own_caches("kvjax.reuse")
+    config.require_own_caches("kvjax.reuse", "go on with the context, fork it, or keep it by kvjax.Context.save")
     if cache.plan not in (bind("full", config), bind("full + in_windows", config)):
         raise KvjaxError("exact keys and values are left by `full` alone: read the documents under it")
     blocks = []

@@ -35,7 +35,7 @@ from kvjax.planning.hardware import CATALOGUE, Hardware, find_hardware
 from kvjax.planning.live_bytes import count_live_bytes
 from kvjax.planning.models import PlannedModel, find_model
 from kvjax.planning.plan import PlanRow, find_largest_context, plan
-from kvjax.planning.plan_command import format_parameters
+from kvjax.planning.plan_command import format_parameters, write_notes
 from kvjax.planning.traced_layers import MAX_TRACED_LAYERS, trace_layers
 
 CONFIG = kvjax.Config.llama(vocab_size=96, width=32, layers=3, heads=8, kv_heads=4, head_dim=8, mlp_width=48)
@@ -355,3 +355,7 @@ def test_reading_a_prompt_takes_what_the_compiler_reports_for_a_layer_of_experts
 
 def test_small_figures_are_not_printed_as_zero():
     assert [format_parameters(n) for n in (1_190_000, 8_030_000_000)] == ["1.19M", "8.03B"]
+    kind = LayerKind(AttentionKind(4, 2, 16, Rope(16)), MlpKind(64, experts=Experts(8, 2)))
+    model = PlannedModel("x", Config(96, 64, (kind,), (0,)), "tests")
+    options = {"hardware": DEVICE, "mesh": (1, 1), "dtype": "float32", "chunk": None, "weights": None}
+    assert f"{model.active_parameters / 1e6:.2f}M of them for each token" in write_notes(model, (), options)[0]
