@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jaxtyping import Float, Float32, Int32
 
 from kvjax.cache.eviction.budget_allocation import round_up_shared
-from kvjax.cache.protocol import BudgetedLayer, Cache, num_layer_slots, round_up_headroom
+from kvjax.cache.protocol import BudgetedLayer, Cache, Needs, num_layer_slots, round_up_headroom
 from kvjax.cache.reading_layer import ReadingLayer
 from kvjax.cache.recurrent_layer import RecurrentLayer
 from kvjax.core import memory
@@ -110,13 +110,7 @@ def prefill(
     is_fed = all(n.prompt_chunk for n in needs)
     chunk = chunk or min((n.prompt_chunk for n in needs if n.prompt_chunk), default=None)
     waits = any(n.global_budget or n.replay or n.paired_layer for n in needs)
-    choosing = [n.prompt_pattern for n in needs if isinstance(n.prompt_pattern, TileChoosing)]
-    for pattern in choosing:
-        if chunk is not None and chunk < T and chunk % pattern.query_tile:
-            raise KvjaxError(
-                f"{type(pattern).__name__} (component `attend`) chooses keys for {pattern.query_tile} queries at a "
-                f"time, and chunks of {chunk} tokens would cut through them; give a chunk that is a multiple"
-            )
+    require_whole_tiles(needs, T if chunk is None else chunk, T)
     if waits and not is_fed and prompt_memory == "host":
         hidden, states = prefill_through_host(
             params,
@@ -156,7 +150,8 @@ def prefill(
         observed = [n.observed_queries for n in needs]
         num_observed: int | None = None
         # A pattern that chooses keys for whole tiles of queries needs all of them, in the last layer too.
-        if None not in observed and T > SHORT_PROMPT_TOKENS and not choosing:
+        chooses_tiles = any(isinstance(n.prompt_pattern, TileChoosing) for n in needs)
+        if None not in observed and T > SHORT_PROMPT_TOKENS and not chooses_tiles:
             num_observed = max(1, *(n for n in observed if n is not None))
             calls = *calls[:-1], dataclasses.replace(calls[-1], selects_queries=True)
         hidden, angles, _ = embed(outer_params(params), tokens, None, None, target=target)
@@ -166,6 +161,16 @@ def prefill(
     logits = target.unembed(outer_params(params), hidden, target=target)
     # Arrays of zeros are constants until the first token is written, and a caller's loop needs one type throughout.
     return logits, vary(Cache(states, lengths, capacity, plan, target.config, params["embedding"].dtype.name))
+
+
+def require_whole_tiles(needs: Iterable[Needs], chunk: int, num_tokens: int) -> None:
+    """Raises KvjaxError where chunks of prompts of `num_tokens` would cut through a pattern's tiles of queries."""
+    for pattern in (n.prompt_pattern for n in needs):
+        if isinstance(pattern, TileChoosing) and chunk < num_tokens and chunk % pattern.query_tile:
+            raise KvjaxError(
+                f"{type(pattern).__name__} (component `attend`) chooses keys for {pattern.query_tile} queries at a "
+                f"time, and chunks of {chunk} tokens would cut through them; give a chunk that is a multiple"
+            )
 
 
 def empty(plan: BoundLayers, target: Target, batch: int, capacity: int, dtype: Any) -> Cache:

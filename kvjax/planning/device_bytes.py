@@ -21,6 +21,7 @@ from kvjax.cache.protocol import KVMethod
 from kvjax.core.gated_delta import CHUNK_TOKENS
 from kvjax.core.mesh import RULES
 from kvjax.engine.modes import QUERY_BLOCK_TOKENS
+from kvjax.engine.prefill import require_whole_tiles
 from kvjax.engine.replay import PROMPTS_OF_ALL_LAYERS
 from kvjax.errors import KvjaxError
 from kvjax.generation.inputs import round_up
@@ -137,6 +138,7 @@ def count_device_bytes(setting: Setting, method: KVMethod, context: int, batch: 
         tokens=tokens,
         chunk=min(setting.chunk or own_chunk or tokens, tokens),
     )
+    require_whole_tiles((x.needs for x in layers), share.chunk, share.tokens)
     cache = 4 * share.sequences + _count_caches(layers, "device")  # the cache's own lengths, i32[B]
     prefill, waiting = count_prefill(layers, share, cache, setting.prompt_memory)
     return DeviceBytes(

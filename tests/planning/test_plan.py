@@ -238,6 +238,9 @@ def test_bad_input_is_refused_before_anything_is_traced():
         plan("llama-3.1-8b", ["full"], [1024], hardware="h1000")
     (refused,) = plan("gpt-oss-20b", ["kivi:group=96,residual=96"], [1024])
     assert refused.refusal and not refused.fits and refused.device_bytes is None
+    # As kvjax.prefill refuses it.
+    (refused,) = plan("testbed", ["xattention:tile=128"], [1024], chunk=100)
+    assert refused.refusal is not None and "chunks of 100 tokens would cut through them" in refused.refusal
 
 
 def test_the_command_prints_a_table_json_and_a_plot(tmp_path, capsys):
