@@ -259,8 +259,8 @@ class Decode(ForwardMode):
 
 def new_tokens(layer: BoundLayer, inputs: LayerInputs, pos: Int32[Array, "B T"]) -> KVBlock:
     """Makes the block that a layer is extended by, with hidden states where its method reads those of new tokens."""
-    needs_hidden = layer.needs.decoded_hidden_states and inputs.hidden is not None
-    return KVBlock(inputs.k, inputs.v, pos[:, None], hidden=inputs.hidden[:, None] if needs_hidden else None)
+    hidden = inputs.hidden[:, None] if layer.needs.decoded_hidden_states and inputs.hidden is not None else None
+    return KVBlock(inputs.k, inputs.v, pos[:, None], hidden=hidden)
 
 
 def extend_layer(
