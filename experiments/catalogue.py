@@ -18,6 +18,7 @@ import dataclasses
 import itertools
 import json
 import math
+import re
 import time
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -52,8 +53,10 @@ class Piece(NamedTuple):
 
 
 def read_declared(only: str | None) -> dict[str, Mapping[str, Any]]:
-    """Reads the runs of catalogue.toml by name, or one of them."""
-    runs = {run["name"]: run for run in tomllib.loads(DECLARED.read_text())["run"]}
+    """Reads the runs of catalogue.toml by name, or one of them; a run that is `like` an earlier one has its fields."""
+    runs: dict[str, Mapping[str, Any]] = {}
+    for run in tomllib.loads(DECLARED.read_text())["run"]:
+        runs[run["name"]] = runs.get(run.get("like"), {}) | run
     if only is not None and only not in runs:
         raise KvjaxError(f"catalogue.toml has no run {only!r}; there are {', '.join(runs)}")
     return runs if only is None else {only: runs[only]}
@@ -68,8 +71,12 @@ def fit(model: Model, run: Mapping[str, Any]) -> dict[str, Any]:
     """
     path, declared = RESULTS / f"{run['name']}.fitted.json", DECLARED.parent / run["methods"]
     full = planned_bytes(FULL, model.config, run["length"], dtype=DTYPE).held["device"]
-    about = {"model": run["model"], "computed_in": model.dtype.name, "bytes_in": DTYPE, "full_bytes": full}
-    points = read_fitted(run)["points"] if path.exists() else []
+    about = {"model": run["model"], "length": run["length"], "full_bytes": full}
+    about |= {"computed_in": model.dtype.name, "bytes_in": DTYPE}
+    fitted = read_fitted(run) if path.exists() else about | {"points": []}
+    points = fitted.pop("points")
+    if fitted != about:
+        raise KvjaxError(f"{path} is of {fitted}, and the run {run['name']!r} of {about}; give the run another name")
     known = {(p["settings"], p["share"]) for p in points}
     path.parent.mkdir(parents=True, exist_ok=True)
     families = tomllib.loads(declared.read_text())["family"]
@@ -100,7 +107,8 @@ def read_lines(name: str) -> list[dict[str, Any]]:
 
 
 def _read_files(name: str) -> list[dict[str, Any]]:
-    paths = sorted([*RESULTS.glob(f"{name}.jsonl"), *RESULTS.glob(f"{name}.*-of-*.jsonl")])
+    of_run = re.compile(re.escape(name) + r"(\.\d+-of-\d+)?\.jsonl")
+    paths = sorted(path for path in RESULTS.glob("*.jsonl") if of_run.fullmatch(path.name))
     return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
 
 
@@ -122,7 +130,6 @@ def sum_up(run: Mapping[str, Any]) -> dict[str, Any]:
     sizes[FULL] = fitted["full_bytes"], 0
     return {
         **fitted,
-        "length": run["length"],
         "tasks": list(dict.fromkeys(task for task, _ in cases)),
         "seeds": sorted({seed for _, seed in cases}),
         "machine": next((x["machine"] for x in _read_files(run["name"]) if "machine" in x), None),

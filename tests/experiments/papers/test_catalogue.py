@@ -150,6 +150,26 @@ def test_a_method_that_fails_is_recorded_and_not_tried_again(results, directory,
     assert [x.get("failed") for x in failed] == ["no memory"]
 
 
+def test_a_run_like_another_has_its_fields_and_records_of_its_own(results):
+    declared = results.parent / "catalogue.toml"
+    declared.write_text(declared.read_text() + '\n[[run]]\nname = "tiny.1"\nlike = "tiny"\nlength = 64\n')
+    tiny, like = catalogue.read_declared(None).values()
+    assert like == tiny | {"name": "tiny.1", "like": "tiny", "length": 64}
+    results.mkdir()
+    line = json.dumps({"method": "full", "task": "ppl", "seed": 0, "scores": [1.0]})
+    for name in ("tiny", "tiny.2-of-3", "tiny.1.1-of-2"):
+        (results / f"{name}.jsonl").write_text(line + "\n")
+    assert [len(catalogue.read_lines(name)) for name in ("tiny", "tiny.1")] == [2, 1]
+
+
+def test_sizes_that_were_fitted_to_another_length_are_refused(results):
+    catalogue.main(["--minutes", "0"])
+    declared = results.parent / "catalogue.toml"
+    declared.write_text(declared.read_text().replace("length = 96", "length = 64"))
+    with pytest.raises(kvjax.KvjaxError, match="give the run another name"):
+        catalogue.main([])
+
+
 def test_an_unknown_run_is_named(results):
     with pytest.raises(kvjax.KvjaxError, match="no run 'large'; there are tiny"):
         catalogue.main(["--only", "large"])
