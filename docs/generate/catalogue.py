@@ -30,6 +30,7 @@ USES = {
 """Task -> what someone does who cares for it, in the order of the table."""
 
 NAMED = 3  # methods that a table or a picture names for each fraction
+LITTLE = 0.01  # of the exact cache's bytes
 FRONT = 16  # methods that are measured on the larger models
 
 
@@ -61,20 +62,35 @@ def find_uses(result: Result) -> list[str]:
 
 
 def winners_table(result: Result) -> str:
-    """For each use and fraction the best methods, and how many others the contexts do not tell from the first."""
+    """For each use and fraction the best methods on the device alone, and the best with the rest on the host.
+
+    The first row of a use says how many others on the device the contexts do not tell from the first.
+    """
     fractions = result.fractions
     lines = [f"| | {' | '.join(f'{x} of the bytes' for x in fractions)} |", "|---" * (len(fractions) + 1) + "|"]
     for task in find_uses(result):
         ordered = [order(result, task, fraction) for fraction in fractions]
+        alone = [[p for p in points if not uses_host(result, p["method"])] for points in ordered]
+        with_host = [[p for p in points if uses_host(result, p["method"])] for points in ordered]
         alike = [
-            [p for p in points if not is_worse(result, task, p["method"], points[0]["method"])] for points in ordered
+            [p for p in points if not is_worse(result, task, p["method"], points[0]["method"])] for points in alone
         ]
-        more = [f"not told apart from the first: {len(points) - 1} more" for points in alike]
+        more = [f"not told apart from the first: {max(len(points) - 1, 0)} more" for points in alike]
         lines.append(f"| **{USES[task]}**; exact cache {_exact(result, task)} | {' | '.join(more)} |")
-        for rank in range(NAMED):
-            cells = [_method_cell(result, task, points[rank : rank + 1]) for points in ordered]
-            lines.append(f"| {rank + 1} | {' | '.join(cells)} |")
+        rows = [(str(rank + 1), [points[rank : rank + 1] for points in alone]) for rank in range(NAMED)]
+        for name, row in [*rows, ("with the host", [points[:1] for points in with_host])]:
+            cells = [_method_cell(result, task, points) for points in row]
+            lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _count_alike(result: Result, task: str, points: Sequence[Mapping[str, Any]]) -> int:
+    return sum(not is_worse(result, task, point["method"], points[0]["method"]) for point in points[1:])
+
+
+def uses_host(result: Result, method: str) -> bool:
+    """Whether a method holds keys and values in host memory."""
+    return result.bfloat16(method)[1] > LITTLE
 
 
 def _exact(result: Result, task: str) -> str:
@@ -104,10 +120,10 @@ def failures_table(result: Result) -> str:
     """How many methods of each family answer less than the exact cache, by fraction, for the use of the picture."""
     pictured = find_uses(result)[0]
     lines = [f"| family | {' | '.join(result.fractions)} |", "|---|" + "---:|" * len(result.fractions)]
-    for family in result.families:
+    for family in [*result.families, "all"]:
         cells = []
         for fraction in result.fractions:
-            points = [p for p in order(result, pictured, fraction) if p["family"] == family]
+            points = [p for p in order(result, pictured, fraction) if family in ("all", p["family"])]
             worse = [p for p in points if is_worse(result, pictured, p["method"], FULL)]
             cells.append(f"{len(worse)} of {len(points)}" if points else "")
         lines.append(f"| {family} | {' | '.join(cells)} |")
@@ -149,18 +165,21 @@ def draw(result: Result) -> bytes:
     ax.axhline(exact, color="0.6", linewidth=0.8, zorder=0)
     ax.annotate(
         "the exact cache",
-        (0.0, exact),
+        (0.55, exact),
         (6, 4),
         xycoords=("axes fraction", "data"),
         textcoords="offset points",
         fontsize=8,
     )
     number, labels = 0, {}
+    drawn: set[str] = set()  # a small method fits several fractions
     for fraction in result.fractions:
-        for rank, point in enumerate(order(result, pictured, fraction)):
-            device, host = result.bfloat16(point["method"])
+        points = [p for p in order(result, pictured, fraction) if p["method"] not in drawn]
+        drawn |= {p["method"] for p in points}
+        for rank, point in enumerate(points):
+            device, _ = result.bfloat16(point["method"])
             score, interval = result.score(point["method"], pictured)
-            face = "white" if host > 0.01 else None
+            face = "white" if uses_host(result, point["method"]) else None
             if rank >= NAMED:
                 ax.plot(device, score, "o", ms=4, color="0.75", mfc=face or "0.75", zorder=1)
                 continue

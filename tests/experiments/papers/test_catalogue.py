@@ -150,6 +150,21 @@ def test_a_method_that_fails_is_recorded_and_not_tried_again(results, directory,
     assert [x.get("failed") for x in failed] == ["no memory"]
 
 
+def test_the_best_on_the_device_and_with_the_host_have_rows_of_their_own():
+    settings = {"family": "f", "share": "1/4", "device_bytes": 1}
+    right = {"full": 1.0, "a": 1.0, "b": 0.75, "c": 0.0}
+    document = {
+        "points": [settings | {"method": m, "settings": m} for m in "abc"],
+        "scores": {m: {"turns": {"0": [x] * 8}} for m, x in right.items()},
+        "bfloat16": {"full": [1.0, 0.0], "a": [0.1, 0.9], "b": [0.25, 0.0], "c": [0.25, 0.001]},
+        "tasks": ["turns"],
+    }
+    rows = page.winners_table(Result(document)).splitlines()
+    assert [row.split(" (")[0] for row in rows[3:5]] == ["| 1 | `b` 75", "| 2 | `c` 0"]
+    assert rows[5] == "| 3 |  |" and rows[6].startswith("| with the host | `a` 100")
+    assert "not told apart from the first: 0 more" in rows[2]  # c is worse than b, and a is no rival on the device
+
+
 def test_a_run_like_another_has_its_fields_and_records_of_its_own(results):
     declared = results.parent / "catalogue.toml"
     declared.write_text(declared.read_text() + '\n[[run]]\nname = "tiny.1"\nlike = "tiny"\nlength = 64\n')
