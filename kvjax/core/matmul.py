@@ -156,3 +156,13 @@ def _pad_single_row(x: Array) -> Array:
     reads them all again to add them: three times the bytes of the weights.
     """
     return jnp.pad(x, ((0, 1), (0, 0))) if len(x) == 1 else x
+
+
+def eigh(x: Float32[Array, "... C C"]) -> tuple[Float32[Array, "... C"], Float32[Array, "... C C"]]:
+    """Computes the eigenvalues of symmetric matrices, ascending, and their eigenvectors as columns.
+
+    One matrix at a time: a CPU divides a batch among its threads, and simulated devices that wait for each other may
+    occupy all of them and wait for ever.
+    """
+    values, vectors = lax.map(lambda matrix: tuple(jnp.linalg.eigh(matrix)), x.reshape(-1, *x.shape[-2:]))
+    return values.reshape(x.shape[:-1]), vectors.reshape(x.shape)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import method_api as kv
+from kvjax.core.matmul import eigh
 
 RIDGE = 1e-2  # kvpress' least, added to the Gram matrix
 
@@ -59,7 +60,7 @@ def quadratic_forms(x: kv.Array, gram: kv.Array, ridge: float) -> kv.Array:
 
     By eigenvectors: Cholesky's method fails where rounding leaves a long prompt's matrix an eigenvalue below 0.
     """
-    values, vectors = jnp.linalg.eigh(gram)
+    values, vectors = eigh(gram)
     squares = jnp.square(jnp.einsum("bksd,bkde->bkse", x, vectors))
     return (squares / (jnp.maximum(values, 0.0) + ridge)[:, :, None]).sum(-1)
 

@@ -17,7 +17,7 @@ from kvjax.cache.eviction.representatives import fraction_of
 from kvjax.cache.protocol import LayerSpec
 from kvjax.cache.storage import Codec
 from kvjax.core import attention, memory
-from kvjax.core.matmul import matmul_in_float32
+from kvjax.core.matmul import eigh, matmul_in_float32
 from kvjax.core.mesh import over_heads
 from kvjax.core.step_bytes import StepBytes
 from kvjax.core.types import Array, pytree
@@ -233,7 +233,7 @@ class PromptLowRank(LowRank):
 @jax.custom_jvp
 def _eigenvectors(x: Array) -> Array:
     """Eigenvectors of symmetric matrices x f32[B U C C], as columns, by ascending eigenvalue."""
-    return _eigh(x)[1]
+    return eigh(x)[1]
 
 
 @_eigenvectors.defjvp
@@ -244,20 +244,12 @@ def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
     arbitrary, and tokens that are projected onto all or none of them do not depend on the choice; the quotient would be
     rounding noise.
     """
-    values, vectors = _eigh(primals[0])
+    values, vectors = eigh(primals[0])
     gap = values[..., None, :] - values[..., :, None]
     noise = 1e-5 * jnp.abs(values).max(-1)[..., None, None]
     turned = matmul_in_float32(vectors.swapaxes(2, 3), matmul_in_float32(tangents[0], vectors))
     rotated = jnp.where(jnp.abs(gap) > noise, turned, 0.0)
     return vectors, matmul_in_float32(vectors, rotated / jnp.where(jnp.abs(gap) > noise, gap, 1.0))
-
-
-def _eigh(x: Array) -> tuple[Array, Array]:
-    """Eigenvalues f32[B U C], ascending, and eigenvectors as columns [B U C C]."""
-    # One matrix at a time: a CPU divides a batch among its threads, and simulated devices that wait for each other may
-    # occupy all of them.
-    values, vectors = lax.map(lambda matrix: tuple(jnp.linalg.eigh(matrix)), x.reshape(-1, *x.shape[2:]))
-    return values.reshape(x.shape[:-1]), vectors.reshape(x.shape)
 
 
 def _as_queries_of(x: Array, coordinates: Array) -> Array:
