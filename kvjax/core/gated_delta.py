@@ -11,6 +11,7 @@ Keys and queries have unit length. The G value heads of a key head share its key
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
@@ -19,6 +20,7 @@ from jax import lax
 from jax.scipy.linalg import solve_triangular
 from jaxtyping import Float, Float32, Int32
 
+from kvjax.core.matmul import map_matrices
 from kvjax.core.types import Array
 from kvjax.utils.parameter_types import Size, check_fields
 
@@ -139,7 +141,9 @@ def _run_chunk(state: Array, chunk: tuple[Array, ...]) -> tuple[Array, Array]:
     overlap = jnp.einsum("bkch,bkdh->bkcd", k, k)[:, :, None] * ratio * write_strength[..., None]
     written = wanted
     if C > 1:
-        written = solve_triangular(overlap, wanted, lower=True, unit_diagonal=True)  # reads below the diagonal alone
+        # It reads below the diagonal alone.
+        solve = functools.partial(solve_triangular, lower=True, unit_diagonal=True)
+        written = map_matrices(solve, overlap, wanted)
     read = jnp.einsum("bkch,bkdh->bkcd", q, k)[:, :, None] * ratio
     out = decay * jnp.einsum("bkch,bkghv->bkgcv", q, state) + jnp.einsum("bkgcd,bkgdv->bkgcv", read, written)
     left = ratio[..., -1, :, None]  # what is left of each write at the end of the chunk

@@ -9,7 +9,7 @@ import functools
 import math
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -159,10 +159,18 @@ def _pad_single_row(x: Array) -> Array:
 
 
 def eigh(x: Float32[Array, "... C C"]) -> tuple[Float32[Array, "... C"], Float32[Array, "... C C"]]:
-    """Computes the eigenvalues of symmetric matrices, ascending, and their eigenvectors as columns.
+    """Computes the eigenvalues of symmetric matrices, ascending, and their eigenvectors as columns."""
+    return map_matrices(lambda matrix: tuple(jnp.linalg.eigh(matrix)), x)
 
-    One matrix at a time: a CPU divides a batch among its threads, and simulated devices that wait for each other may
-    occupy all of them and wait for ever.
+
+def map_matrices(function: Callable[..., Any], *x: Float32[Array, "..."]) -> Any:
+    """Calls a function of linear algebra on batches of matrices; on a CPU one matrix at a time.
+
+    A CPU's library divides a batch among threads, and simulated devices that wait for it may occupy all of them and
+    wait for ever.
     """
-    values, vectors = lax.map(lambda matrix: tuple(jnp.linalg.eigh(matrix)), x.reshape(-1, *x.shape[-2:]))
-    return values.reshape(x.shape[:-1]), vectors.reshape(x.shape)
+    if jax.default_backend() != "cpu":
+        return function(*x)
+    batch = x[0].shape[:-2]
+    out = lax.map(lambda matrices: function(*matrices), tuple(a.reshape(-1, *a.shape[-2:]) for a in x))
+    return jax.tree.map(lambda a: a.reshape(*batch, *a.shape[1:]), out)
