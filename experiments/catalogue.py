@@ -73,10 +73,12 @@ def fit(model: Model, run: Mapping[str, Any]) -> dict[str, Any]:
     full = planned_bytes(FULL, model.config, run["length"], dtype=DTYPE).held["device"]
     about = {"model": run["model"], "length": run["length"], "full_bytes": full}
     about |= {"computed_in": model.dtype.name, "bytes_in": DTYPE}
-    fitted = read_fitted(run) if path.exists() else about | {"points": []}
-    points = fitted.pop("points")
-    if fitted != about:
-        raise KvjaxError(f"{path} is of {fitted}, and the run {run['name']!r} of {about}; give the run another name")
+    known_about = read_fitted(run) if path.exists() else about | {"points": []}
+    points = known_about.pop("points")
+    if known_about != about:
+        raise KvjaxError(
+            f"{path} is of {known_about}, and the run {run['name']!r} of {about}; give the run another name"
+        )
     known = {(p["settings"], p["share"]) for p in points}
     path.parent.mkdir(parents=True, exist_ok=True)
     families = tomllib.loads(declared.read_text())["family"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from docs.generate.catalogue import CHOSEN, choose_front, chosen_table, draw, read_results, summary
+from docs.generate.catalogue import CHOSEN, choose_front, chosen_table, draw_picture, read_results, summary
 from experiments.bench.measuring import output_folder
 
 
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, result in results.items():
         print(f"## {name}\n\n{summary(result)}")
         if args.out is not None:
-            (args.out / f"catalogue.{name}.png").write_bytes(draw(result))
+            (args.out / f"catalogue.{name}.png").write_bytes(draw_picture(result))
     if results:
         print("The front, by the rule of `choose_front`:", *choose_front(list(results.values())), sep="\n- ")
 

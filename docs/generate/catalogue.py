@@ -30,7 +30,7 @@ USES = {
 """Task -> what someone does who cares for it, in the order of the table."""
 
 NAMED = 3  # methods that a table or a picture names for each fraction
-LITTLE = 0.01  # of the exact cache's bytes
+LEAST_HOST_FRACTION = 0.01  # of the exact cache's bytes: a method with less on the host is one of the device alone
 FRONT = 16  # methods that are measured on the larger models
 
 
@@ -41,7 +41,7 @@ def read_results() -> dict[str, Result]:
     return {name: Result(document) for name, document in documents.items() if document["tasks"]}
 
 
-def order(result: Result, task: str, fraction: str) -> list[Mapping[str, Any]]:
+def rank_methods(result: Result, task: str, fraction: str) -> list[Mapping[str, Any]]:
     """The methods at a fraction, the best first."""
     points = {p["method"]: p for p in result.points(fraction=fraction)}  # lines of two families may fit alike
     sign = 1 if task in BIT_TASKS else -1
@@ -69,17 +69,14 @@ def winners_table(result: Result) -> str:
     fractions = result.fractions
     lines = [f"| | {' | '.join(f'{x} of the bytes' for x in fractions)} |", "|---" * (len(fractions) + 1) + "|"]
     for task in find_uses(result):
-        ordered = [order(result, task, fraction) for fraction in fractions]
+        ordered = [rank_methods(result, task, fraction) for fraction in fractions]
         alone = [[p for p in points if not uses_host(result, p["method"])] for points in ordered]
         with_host = [[p for p in points if uses_host(result, p["method"])] for points in ordered]
-        alike = [
-            [p for p in points if not is_worse(result, task, p["method"], points[0]["method"])] for points in alone
-        ]
-        more = [f"not told apart from the first: {max(len(points) - 1, 0)} more" for points in alike]
-        lines.append(f"| **{USES[task]}**; exact cache {_exact(result, task)} | {' | '.join(more)} |")
+        more = [f"not told apart from the first: {_count_alike(result, task, points)} more" for points in alone]
+        lines.append(f"| **{USES[task]}**; exact cache {_format_exact(result, task)} | {' | '.join(more)} |")
         rows = [(str(rank + 1), [points[rank : rank + 1] for points in alone]) for rank in range(NAMED)]
         for name, row in [*rows, ("with the host", [points[:1] for points in with_host])]:
-            cells = [_method_cell(result, task, points) for points in row]
+            cells = [_format_method(result, task, points) for points in row]
             lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -90,18 +87,18 @@ def _count_alike(result: Result, task: str, points: Sequence[Mapping[str, Any]])
 
 def uses_host(result: Result, method: str) -> bool:
     """Whether a method holds keys and values in host memory."""
-    return result.bfloat16(method)[1] > LITTLE
+    return result.bfloat16(method)[1] > LEAST_HOST_FRACTION
 
 
-def _exact(result: Result, task: str) -> str:
-    return f"{result.contexts(FULL, task).mean():.3f} bits" if task in BIT_TASKS else _score(result, task, FULL)
+def _format_exact(result: Result, task: str) -> str:
+    return f"{result.contexts(FULL, task).mean():.3f} bits" if task in BIT_TASKS else _format_score(result, task, FULL)
 
 
-def _method_cell(result: Result, task: str, points: Sequence[Mapping[str, Any]]) -> str:
-    return "".join(f"`{point['method']}` {_score(result, task, point['method'])}" for point in points)
+def _format_method(result: Result, task: str, points: Sequence[Mapping[str, Any]]) -> str:
+    return "".join(f"`{point['method']}` {_format_score(result, task, point['method'])}" for point in points)
 
 
-def _score(result: Result, task: str, method: str) -> str:
+def _format_score(result: Result, task: str, method: str) -> str:
     score, interval = result.score(method, task)
     if task in BIT_TASKS or score is None or interval is None:
         return format_score(task, score)
@@ -123,7 +120,7 @@ def failures_table(result: Result) -> str:
     for family in [*result.families, "all"]:
         cells = []
         for fraction in result.fractions:
-            points = [p for p in order(result, pictured, fraction) if family in ("all", p["family"])]
+            points = [p for p in rank_methods(result, pictured, fraction) if family in ("all", p["family"])]
             worse = [p for p in points if is_worse(result, pictured, p["method"], FULL)]
             cells.append(f"{len(worse)} of {len(points)}" if points else "")
         lines.append(f"| {family} | {' | '.join(cells)} |")
@@ -137,7 +134,7 @@ def choose_front(results: Sequence[Result], most: int = FRONT) -> list[str]:
     that no other has given, until there are `most`.
     """
     queues = [
-        [p["settings"] for p in order(result, task, fraction)]
+        [p["settings"] for p in rank_methods(result, task, fraction)]
         for fraction in dict.fromkeys(fraction for result in results for fraction in result.fractions)
         for task in USES
         for result in results
@@ -153,7 +150,7 @@ def choose_front(results: Sequence[Result], most: int = FRONT) -> list[str]:
     return list(chosen)
 
 
-def draw(result: Result) -> bytes:
+def draw_picture(result: Result) -> bytes:
     """A PNG: later questions answered against bytes on the device.
 
     The best of each fraction have names, the others are gray, and methods that hold the rest on the host are hollow.
@@ -174,7 +171,7 @@ def draw(result: Result) -> bytes:
     number, labels = 0, {}
     drawn: set[str] = set()  # a small method fits several fractions
     for fraction in result.fractions:
-        points = [p for p in order(result, pictured, fraction) if p["method"] not in drawn]
+        points = [p for p in rank_methods(result, pictured, fraction) if p["method"] not in drawn]
         drawn |= {p["method"] for p in points}
         for rank, point in enumerate(points):
             device, _ = result.bfloat16(point["method"])
@@ -221,10 +218,10 @@ def draw(result: Result) -> bytes:
 
 
 def summary(result: Result) -> str:
-    """What docs/results.md has of a run."""
+    """Sums up a run: contexts, winners, failures."""
     machine = result.document["machine"]
     where = f"; {machine['processor']}, {machine['cores']} cores, JAX {machine['jax']}" if machine else ""
-    return f"""{len(result.document["scores"]) - 1} settings; {result.counts()}{where}.
+    return f"""{len(result.document["scores"]) - 1} settings; contexts: {result.counts()}{where}.
 
 {winners_table(result)}
 
@@ -235,7 +232,7 @@ How many methods of each family answer less than the exact cache, by an interval
 
 
 def page(name: str, result: Result) -> str:
-    """The site's page of a run; its picture is that of docs/results.md."""
+    """The site's page of a run."""
     tables = "\n\n".join(f"## {x} of the bytes\n\n{equal_bytes.fraction_table(result, x)}" for x in result.fractions)
     gaps = "\n\n".join(f"### {x} of the bytes\n\n{equal_bytes.difference_table(result, x)}" for x in result.fractions)
     return f"""# The catalogue: {result.title}, {result.document["length"]:,} tokens
@@ -267,5 +264,5 @@ def pages() -> dict[str, str | bytes]:
     """Path -> content: a page and a picture for each run with records."""
     results = read_results().items()
     return {f"catalogue.{name}.md": page(name, result) for name, result in results} | {
-        f"catalogue.{name}.png": draw(result) for name, result in results
+        f"catalogue.{name}.png": draw_picture(result) for name, result in results
     }

@@ -173,6 +173,11 @@ class Needs:
             or self.paired_layer != 0
         )
 
+    @property
+    def differentiates_replay(self) -> bool:
+        """Whether the prompt's second pass is differentiated, which takes kvjax's own decoder and all its layers."""
+        return self.replay is not None and self.replay.needs_gradients
+
 
 @dataclasses.dataclass(frozen=True)
 class Traits:

@@ -114,12 +114,10 @@ class TileChoosing:
     Keys after a query, or outside of its sliding window, stay hidden whatever is chosen.
 
     Attributes:
-      query_tile: queries of a tile; tiles are counted from position 0.
-      key_tile: keys of a tile.
+      tile: queries, and keys, of a tile; tiles are counted from position 0.
     """
 
-    query_tile: int
-    key_tile: int
+    tile: int
 
     @abstract
     def choose_keys(
@@ -134,18 +132,18 @@ class TileChoosing:
         Args:
           q: queries at positions start..start+T-1, after RoPE and not scaled; no gradient passes.
           k: keys at positions 0..S-1.
-          start: position of the first query, a multiple of `query_tile`.
+          start: position of the first query, a multiple of `tile`.
           lengths: of the prompts; queries and keys from there on are padding, and must not change what others read.
 
         Returns:
-          A function of one tile's queries [B K G query_tile H] and the position of the first, which chooses their keys.
+          A function of one tile's queries [B K G tile H] and the position of the first, which chooses their keys.
         """
         ...
 
     def is_visible(self, s: Int32[Array, "..."], t: Int32[Array, "..."]) -> Bool[Array, "..."]:
         """Raises KvjaxError: positions alone do not say what is read."""
         raise KvjaxError(
-            f"{type(self).__name__} chooses keys for whole tiles of {self.query_tile} queries, and here single queries "
+            f"{type(self).__name__} chooses keys for whole tiles of {self.tile} queries, and here single queries "
             "attend; read the prompt with kvjax.prefill, or take a pattern of positions, such as `a_shape`"
         )
 
@@ -402,7 +400,7 @@ def _attend_chosen(
     Every head reads its own first `block` chosen keys in the first step, and so on: steps end with the head that reads
     the most, and not with the keys that any head reads.
     """
-    (B, K, G, T, H), S, size = q.shape, k.shape[2], pattern.key_tile
+    (B, K, G, T, H), S, size = q.shape, k.shape[2], pattern.tile
     choose = pattern.choose_keys(lax.stop_gradient(q), lax.stop_gradient(k), start, lengths)
     # Constants vary from here on: JAX cannot mark them inside a branch that `vmap` turns into a selection.
     keys = KVBlock(k, v, vary(jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (B, 1, S))))
@@ -411,8 +409,8 @@ def _attend_chosen(
 
     def attend_tile(_: None, xs: tuple[Array, Array]) -> tuple[None, tuple[Array, Array]]:
         i, q = xs
-        first = jnp.int32(start) + i * pattern.query_tile
-        t = vary(first + jnp.arange(pattern.query_tile, dtype=jnp.int32)[None])
+        first = jnp.int32(start) + i * size
+        t = vary(first + jnp.arange(size, dtype=jnp.int32)[None])
         tiles, columns = choose(lax.stop_gradient(q), first)
         # Chosen tiles first, in order. A tile after the last query is none, as is a padded end of the keys.
         chosen = tiles & (tile * size <= t[0, -1])
@@ -445,7 +443,7 @@ def _attend_chosen(
         partial = lax.scan(add_keys, vary(zero), blocks)[0]
         return None, (merge([partial]), log_sum_exp(partial.m, partial.l))
 
-    queries = split_blocks(q, 3, pattern.query_tile)
+    queries = split_blocks(q, 3, size)
     _, (out, lse) = lax.scan(attend_tile, None, (jnp.arange(len(queries), dtype=jnp.int32), queries))
     out = jnp.moveaxis(out[:, :, :, 0], 0, 2).reshape(B, K, G, -1, v.shape[3])
     return out[:, :, :, :T], jnp.moveaxis(lse[:, :, :, 0], 0, 2).reshape(B, K, G, -1)[..., :T]

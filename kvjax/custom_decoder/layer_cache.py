@@ -204,7 +204,7 @@ def attach(
         for spec in specs:
             check_divides("K", spec.num_kv_heads, mesh, f"give another mesh, or {WITHOUT_MESH}")
     plan = bind_specs(method, specs, differentiable)
-    if any(x.needs.replay is not None and x.needs.replay.needs_gradients for x in plan):
+    if any(layer.needs.differentiates_replay for layer in plan):
         raise KvjaxError(
             "this method differentiates a second pass through all layers, which only kvjax's own decoder can do: write "
             "the model as a kvjax Config, or use kvzip, whose second pass needs no gradient"

@@ -291,7 +291,7 @@ def extend_layer(
 
 
 def run_recurrence(
-    layer: Any,
+    layer: BoundLayer,
     state: RecurrentState | None,
     inputs: RecurrentInputs,
     is_real: Bool[Array, "B T"],

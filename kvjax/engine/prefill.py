@@ -48,7 +48,6 @@ from kvjax.engine.replay import (
     ReplayPrompts,
     RunningCopy,
     begin_replay,
-    needs_gradients,
     replay_layer,
     replay_with_gradients,
 )
@@ -166,9 +165,9 @@ def prefill(
 def require_whole_tiles(needs: Iterable[Needs], chunk: int, num_tokens: int) -> None:
     """Raises KvjaxError where chunks of prompts of `num_tokens` would cut through a pattern's tiles of queries."""
     for pattern in (n.prompt_pattern for n in needs):
-        if isinstance(pattern, TileChoosing) and chunk < num_tokens and chunk % pattern.query_tile:
+        if isinstance(pattern, TileChoosing) and chunk < num_tokens and chunk % pattern.tile:
             raise KvjaxError(
-                f"{type(pattern).__name__} (component `attend`) chooses keys for {pattern.query_tile} queries at a "
+                f"{type(pattern).__name__} (component `attend`) chooses keys for {pattern.tile} queries at a "
                 f"time, and chunks of {chunk} tokens would cut through them; give a chunk that is a multiple"
             )
 
@@ -242,7 +241,7 @@ def prefill_exactly(
     prompts, hidden = carry
     copies = begin_replay(params, tokens, lengths, calls, target, replay_prompts=replay_prompts)
     prompts = dict(enumerate(prompts))
-    if needs_gradients(calls):
+    if any(call.layer.needs.differentiates_replay for call in calls):
         prompts = replay_with_gradients(params, prompts, copies, calls, target)
         copies = []
     for i, call in enumerate(calls):
@@ -367,7 +366,7 @@ def prefill_through_host(
             'prompt_memory="host" moves keys and values between two programs, and a transformation makes one program '
             'of all; call it outside of jit, vmap and grad, or leave prompt_memory at "device"'
         )
-    if needs_gradients(calls):
+    if any(call.layer.needs.differentiates_replay for call in calls):
         raise KvjaxError(PROMPTS_OF_ALL_LAYERS)
     memory.require_host_memory()
     measures = []

@@ -76,11 +76,6 @@ def begin_replay(
     return running
 
 
-def needs_gradients(calls: Sequence[LayerCall]) -> bool:
-    """Returns whether a method differentiates the repetition of the prompts."""
-    return any(call.layer.needs.replay is not None and call.layer.needs.replay.needs_gradients for call in calls)
-
-
 def replay_layer(
     params: Any,
     layer: int,

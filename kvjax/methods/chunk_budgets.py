@@ -67,7 +67,7 @@ class BoundRanksAlone(RanksAlone):
             chunks = kv.attention.split_blocks(x, axis, self.chunk, padding)
             return chunks.reshape(-1, *chunks.shape[2:])
 
-        parts = kv.KVBlock(*(split(x, 2, padding) for x, padding in ((block.k, 0), (block.v, 0), (block.pos, -1))))
+        parts = kv.KVBlock(split(block.k, 2), split(block.v, 2), split(block.pos, 2, -1))
         if observation is not None:
             hidden, replayed, sinks = observation.hidden_states, observation.replay_scores, observation.sinks
             observes_all = self.num_queries is None

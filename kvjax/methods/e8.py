@@ -108,7 +108,9 @@ class D4Lattice(kv.Quantizer):
         return points.reshape(codes.shape) * coded.scale.astype(jnp.float32)
 
     def _bit_offsets(self, ndim: int) -> kv.Array:
-        return (jnp.arange(4, dtype=jnp.uint32) * self.bits).reshape((1,) * (ndim - 1) + (4,))
+        """Where the bits of a block's four channels begin in its code; ranks are not promoted by themselves."""
+        offsets = jnp.arange(4, dtype=jnp.uint32) * self.bits
+        return jnp.expand_dims(offsets, tuple(range(ndim - 1)))
 
 
 def _scale_to(x: kv.Array, top: float) -> tuple[kv.Array, kv.Array]:

@@ -114,14 +114,16 @@ class CutPartitions(kv.Policy):
         # A prompt that ends with a full partition has been cut by `init`.
         num_kept = self.sinks + num_tokens - (num_tokens // self.lag - 1) * self.num_evicted
         is_due &= (state.pos[:, 0] >= 0).sum(1, dtype=jnp.int32) > num_kept
-        return lax.cond(is_due.any(), lambda s: self._cut(storage, s, is_due, q_pos), lambda s: s, state)
+        return lax.cond(is_due.any(), lambda s: self._evict_partition(storage, s, is_due, q_pos), lambda s: s, state)
 
     def after_token(
         self, spec: kv.LayerSpec, state: kv.LayerState, weights: kv.Array | None, q_pos: kv.Array
     ) -> tuple[kv.Array, kv.Array]:
         return state.pos, state.policy_state
 
-    def _cut(self, storage: kv.KVStorage, state: kv.LayerState, is_due: kv.Array, q_pos: kv.Array) -> kv.LayerState:
+    def _evict_partition(
+        self, storage: kv.KVStorage, state: kv.LayerState, is_due: kv.Array, q_pos: kv.Array
+    ) -> kv.LayerState:
         """Evicts from the last partition but one, in the sequences that are due, bool[B]."""
         B, K, S = state.pos.shape
         # The last two partitions are whole, so theirs are the largest positions; a new token may be in any slot.

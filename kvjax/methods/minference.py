@@ -70,14 +70,6 @@ class LinesAndBlocks(kv.TileChoosing):
                     f"always read, sinks={self.sinks} and recent={self.recent}; give more lines, or fewer of these"
                 )
 
-    @property
-    def query_tile(self) -> int:
-        return self.tile
-
-    @property
-    def key_tile(self) -> int:
-        return self.tile
-
     def at(self, spec: kv.LayerSpec) -> LinesAndBlocks:
         num_heads = spec.num_kv_heads * spec.num_groups
         found: dict[int, HeadPattern] = {}

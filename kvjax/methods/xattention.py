@@ -36,14 +36,6 @@ class AntidiagonalTiles(kv.TileChoosing):
                 "multiple of the stride"
             )
 
-    @property
-    def query_tile(self) -> int:
-        return self.tile
-
-    @property
-    def key_tile(self) -> int:
-        return self.tile
-
     def at(self, spec: kv.LayerSpec) -> AntidiagonalTiles:
         return dataclasses.replace(self, rule=spec.rule)
 

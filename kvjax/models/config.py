@@ -136,6 +136,12 @@ class Config:
                     f"{remedy}"
                 )
 
+    @property
+    def has_own_caches(self) -> bool:
+        """Whether every layer has keys and values of its own, so that `require_own_caches` passes."""
+        attention = (self.kind(i).attention for i in range(self.layers))
+        return all(a.reads_layer is None and a.recurrence is None for a in attention)
+
     def __repr__(self) -> str:
         fields = self.llama_arguments()
         name = "Config" if fields is None else "Config.llama"

@@ -270,12 +270,8 @@ class MixtureOfExperts(nn.Module):
         if experts.own_norms:
             y = norm(name="experts_post_norm")(y)
         if experts.shared_width:
-            shared = MLP(
-                D,
-                self.dtype,
-                MlpKind(experts.shared_width, self.kind.activation, experts.shared_bias),
-                name="shared",
-            )(x)
+            shared_kind = MlpKind(experts.shared_width, self.kind.activation, experts.shared_bias)
+            shared = MLP(D, self.dtype, shared_kind, name="shared")(x)
             if experts.shared_gate:
                 shared = shared * jax.nn.sigmoid(Linear("D S", (D, 1), dtype=self.dtype, name="shared_gate")(x))
             y = y + (norm(name="shared_post_norm")(shared) if experts.own_norms else shared)
@@ -376,20 +372,19 @@ class Layer(nn.Module):
         with jax.named_scope("mlp"):
             if kind.mlp.experts is None:
                 mlp = MLP(c.width, self.dtype, kind.mlp, name="mlp")
+                x = map_token_blocks(lambda x: mlp(mlp_norm(x)), add_mlp, x)
             else:
-                mlp = MixtureOfExperts(c.width, self.dtype, kind.mlp, c.norm_eps, name="mlp")
-            x = map_token_blocks(
-                lambda x: mlp(mlp_norm(x)) if isinstance(mlp, MLP) else mlp(mlp_norm(x), x), add_mlp, x
-            )
+                experts = MixtureOfExperts(c.width, self.dtype, kind.mlp, c.norm_eps, name="mlp")
+                x = map_token_blocks(lambda x: experts(mlp_norm(x), x), add_mlp, x)
         if c.per_layer_embedding is not None:
-            x = x + self._add_token_vectors(x, take_tokens(angles[-1][0], query_indices))
+            x = x + self._project_token_vectors(x, take_tokens(angles[-1][0], query_indices))
         if kind.output_scale:
             init: Any = nn.with_logical_partitioning(nn.initializers.ones, ("one",))
             scale: Any = self.param("output_scale", init, (1,), self.dtype)
             x = x * scale[None, None]
         return x, state
 
-    def _add_token_vectors(self, x: Array, vectors: Array) -> Array:
+    def _project_token_vectors(self, x: Array, vectors: Array) -> Array:
         """Computes what the layer's own vectors of the tokens [B T J] add to x [B T D]."""
         c, J = self.config, vectors.shape[-1]
         opened = Linear("D J", (c.width, J), dtype=self.dtype, name="token_gate")(x)
@@ -463,14 +458,13 @@ class Decoder(nn.Module):
         self.final_norm = RMSNorm((c.width,), c.norm_eps, dtype=self.dtype, unit_offset=unit_offset)
         if not c.tie_embeddings:
             self.head = Linear("D V", (c.width, c.vocab_size), dtype=self.dtype)
-        if (own := c.per_layer_embedding) is not None:
-            table_init: Any = nn.with_logical_partitioning(nn.initializers.normal(own.width**-0.5), ("V", "L", "J"))
-            self.per_layer_table = self.param(
-                "per_layer_table", table_init, (c.vocab_size, own.layers, own.width), self.dtype
-            )
+        if c.per_layer_embedding is not None:
+            L, J = c.per_layer_embedding.layers, c.per_layer_embedding.width
+            table_init: Any = nn.with_logical_partitioning(nn.initializers.normal(J**-0.5), ("V", "L", "J"))
+            self.per_layer_table = self.param("per_layer_table", table_init, (c.vocab_size, L, J), self.dtype)
             map_init: Any = nn.with_logical_partitioning(nn.initializers.normal(1.0), ("D", "L", "J"))
-            self.per_layer_map = self.param("per_layer_map", map_init, (c.width, own.layers, own.width), self.dtype)
-            self.per_layer_norm = RMSNorm((own.width,), c.norm_eps, axes="J", dtype=self.dtype, unit_offset=unit_offset)
+            self.per_layer_map = self.param("per_layer_map", map_init, (c.width, L, J), self.dtype)
+            self.per_layer_norm = RMSNorm((J,), c.norm_eps, axes="J", dtype=self.dtype, unit_offset=unit_offset)
 
     def __call__(self, tokens: Array, pos: Array, attend: Attend) -> tuple[Array, tuple]:
         x, angles = self.embed(tokens, pos)
@@ -496,12 +490,11 @@ class Decoder(nn.Module):
 
     def token_vectors(self, tokens: Array, layer: Array | int) -> Array:
         """Returns the vectors [B T J] of the tokens' `per_layer_embedding` in a layer, given by its index."""
-        own = self.config.per_layer_embedding
-        assert own is not None
-        x = self._embed_tokens(tokens)
-        projected = matmul(x.reshape(-1, x.shape[-1]), self.per_layer_map[:, layer]).reshape(*x.shape[:-1], own.width)
-        projected = self.per_layer_norm(projected * jnp.asarray(self.config.width**-0.5, x.dtype))
-        row = self.per_layer_table[tokens, layer] * jnp.asarray(own.width**0.5, x.dtype)
+        x, map_of_layer = self._embed_tokens(tokens), self.per_layer_map[:, layer]
+        D, J = map_of_layer.shape
+        projected = matmul(x.reshape(-1, D), map_of_layer).reshape(*x.shape[:-1], J)
+        projected = self.per_layer_norm(projected * jnp.asarray(D**-0.5, x.dtype))
+        row = self.per_layer_table[tokens, layer] * jnp.asarray(J**0.5, x.dtype)
         return (projected + row) * jnp.asarray(2**-0.5, x.dtype)
 
     def finish(self, x: Array) -> Array:

@@ -218,9 +218,7 @@ def count_prefill(layers: Sequence[TracedLayer], share: Share, cache: int, promp
         replay, measuring = (max(f(x, share) for x in layers) for f in (_count_replay, _count_measuring))
         copies += sum(x.count * _count_gradients(x, share) for x in layers)
         making = max(making, measuring)
-        if prompt_memory == "host" and any(
-            x.needs.replay is not None and x.needs.replay.needs_gradients for x in layers
-        ):
+        if prompt_memory == "host" and any(x.needs.differentiates_replay for x in layers):
             raise KvjaxError(PROMPTS_OF_ALL_LAYERS)
         if prompt_memory == "device":
             reading = max(peak(all_exact + chunk_hidden, run), peak(all_exact + copies, replay))

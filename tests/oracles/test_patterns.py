@@ -169,9 +169,9 @@ def chosen_by_all(pattern: TileChoosing, q, k, num_tiles: int):
     def choose(q, k):
         length = jnp.array([q.shape[3]], jnp.int32)
         choose = pattern.choose_keys(q, k, 0, length)
-        padded = jnp.pad(q, [(0, 0)] * 3 + [(0, -q.shape[3] % pattern.query_tile), (0, 0)])
+        padded = jnp.pad(q, [(0, 0)] * 3 + [(0, -q.shape[3] % pattern.tile), (0, 0)])
         tiles = jnp.split(padded, num_tiles, 3)
-        return [choose(x, jnp.int32(i * pattern.query_tile)) for i, x in enumerate(tiles)]
+        return [choose(x, jnp.int32(i * pattern.tile)) for i, x in enumerate(tiles)]
 
     keys = choose(q, k)
     columns = keys[0].columns

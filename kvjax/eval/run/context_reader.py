@@ -52,9 +52,7 @@ class ContextReader:
         ids = [np.asarray(context).tolist() for context in contexts]
         model = model_for(self.model, ids, max(map(len, ids)) + headroom_tokens)
         most = self._most_bytes = self._max_exact_bytes() if self._most_bytes is None else self._most_bytes
-        kinds = [model.config.kind(i).attention for i in range(model.config.layers)]
-        is_exact = all(a.recurrence is None and a.reads_layer is None for a in kinds)
-        if not is_exact or self._exact_bytes(len(contexts), width) > most:
+        if not model.config.has_own_caches or self._exact_bytes(len(contexts), width) > most:
             return read(model, contexts, method, headroom=headroom_tokens, width=width)
         key = width, tuple(map(tuple, ids)), model.config
         if key not in self._exact:

@@ -100,7 +100,7 @@ def test_a_seed_counts_once_every_method_has_it(results):
     assert document["scores"] == {m: {"turns": {"0": [1.0, 0.5]}} for m in methods}
     assert f", JAX {document['machine']['jax']}." in page.page("tiny", Result(document))
     text = page.page("tiny", Result(document | {"machine": None}))
-    assert "2 settings; 2 of later questions." in text
+    assert "2 settings; contexts: 2 of later questions." in text
     assert "- `qfilters:budget=32` failed: " in text and "- 3/4" not in text  # nothing is too large
     failed = {"method": methods[-1], "task": "turns", "seed": 1, "failed": "no memory"}
     (results / "tiny.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*written, failed]))
