@@ -7,8 +7,8 @@ Axes have the letters of `kvjax.core.types`, in the notation of einops: a source
 heads of all KV heads in its rows. Further letters: E experts, S the shared MLP's width, W the width of a value head
 before the output projection; of latent attention R its rank, Q that of queries, P and U the channels of a query head
 with and without position, X = P + U, Y = P + R, Z = U + W; L layers and J the width of their own vectors of the tokens;
-of a recurrence N the tokens of its convolution, C the
-channels of it, X = 2 H + 2 G W. `{i}` is the layer's number, `{e}` an expert's.
+of a recurrence N the tokens of its convolution, C its channels, X = 2 H + 2 G W. `{i}` is the layer's number, `{e}` an
+expert's.
 """
 
 from __future__ import annotations
