@@ -7,7 +7,7 @@ catalogue.toml declares the runs: models, lengths, fractions of the exact cache'
 weight, and the methods of `equal_bytes` that they are asked of. A piece of work is one task and seed under a group of
 methods, whose prompts are read once for all of them; seeds are the outer loop, so that every method has some contexts
 before any has all. `results/catalogue/NAME.jsonl` has a line for each method, task and seed: the scores of its
-contexts, and one for the machine. Each piece is written as soon as it is done, a run goes on where the last one
+contexts, and one for each machine. Each piece is written as soon as it is done, a run goes on where the last one
 ended, and parts (`--part`, for the tasks of a job array) write files of their own. `NAME.fitted.json` says which size
 of each method takes which fraction.
 """
@@ -123,7 +123,7 @@ def sum_up(run: Mapping[str, Any]) -> dict[str, Any]:
     failed = {x["method"]: x["failed"] for x in lines if "failed" in x}
     methods = {FULL} | {p["method"] for p in fitted["points"] if p["method"]} - failed.keys()
     measured = {(x["task"], x["seed"], x["method"]): x["scores"] for x in lines if "scores" in x}
-    cases = [(task["name"], seed) for task in run["task"] for seed in range(task["seeds"])]
+    cases = [(task["name"], seed) for task in run["task"] for seed in seeds_of(run, task)]
     cases = [case for case in cases if all((*case, method) in measured for method in methods)]
     scores: equal_bytes.Scores = {}
     for (task, seed), method in itertools.product(cases, sorted(methods)):
@@ -134,22 +134,32 @@ def sum_up(run: Mapping[str, Any]) -> dict[str, Any]:
         **fitted,
         "tasks": list(dict.fromkeys(task for task, _ in cases)),
         "seeds": sorted({seed for _, seed in cases}),
-        "machine": next((x["machine"] for x in _read_files(run["name"]) if "machine" in x), None),
+        "machines": sorted({_name_machine(x["machine"]) for x in _read_files(run["name"]) if "machine" in x}),
         "bfloat16": {method: [size / fitted["full_bytes"] for size in both] for method, both in sizes.items()},
         "scores": scores,
         "failed": {p["settings"]: p["why"] for p in fitted["points"] if "why" in p} | failed,
     }
 
 
+def _name_machine(about: Mapping[str, Any]) -> str:
+    return f"{about['processor']}, {about['cores']} cores, JAX {about['jax']}"
+
+
 def make_pieces(run: Mapping[str, Any], methods: Sequence[str]) -> list[Piece]:
     """Divides a run into pieces, seeds outermost."""
     groups = [tuple(methods[i : i + GROUP_METHODS]) for i in range(0, len(methods), GROUP_METHODS)]
     pieces = []
-    for seed in range(max(task["seeds"] for task in run["task"])):
+    for seed in sorted({seed for task in run["task"] for seed in seeds_of(run, task)}):
         for task in run["task"]:
-            if seed < task["seeds"]:
+            if seed in seeds_of(run, task):
                 pieces += [Piece(task["name"], seed, group) for group in groups]
     return pieces
+
+
+def seeds_of(run: Mapping[str, Any], task: Mapping[str, Any]) -> range:
+    """The seeds of a run's task; a front's `first_seed` leaves out the contexts that chose it."""
+    first = run.get("first_seed", 0)
+    return range(first, first + task["seeds"])
 
 
 def leave_out_done(piece: Piece, lines: Sequence[Mapping[str, Any]]) -> Piece:
@@ -187,7 +197,8 @@ def run_missing(run: Mapping[str, Any], part: Part, until: float) -> None:
     suffix = f".{part.number}-of-{part.count}" if part.count > 1 else ""
     path = RESULTS / f"{run['name']}{suffix}.jsonl"
     pieces = make_pieces(run, methods)[part.number - 1 :: part.count]
-    has_machine = path.exists() and any("machine" in json.loads(line) for line in path.read_text().splitlines())
+    known = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    is_known = any("machine" in x and _name_machine(x["machine"]) == _name_machine(machine()) for x in known)
     for number, whole in enumerate(pieces, 1):
         piece = leave_out_done(whole, read_lines(run["name"]))
         if not piece.methods:
@@ -197,8 +208,8 @@ def run_missing(run: Mapping[str, Any], part: Part, until: float) -> None:
             return
         started = time.monotonic()
         lines = list(measure(runner, run, piece))
-        if not has_machine:  # records that were copied from elsewhere may lack it
-            lines, has_machine = [{"machine": machine()}, *lines], True
+        if not is_known:  # a run may go on on another machine
+            lines, is_known = [{"machine": machine()}, *lines], True
         with path.open("a") as file:
             file.writelines(json.dumps(line) + "\n" for line in lines)
         log_progress(

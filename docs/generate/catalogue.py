@@ -31,7 +31,7 @@ USES = {
 
 NAMED = 3  # methods that a table or a picture names for each fraction
 LEAST_HOST_FRACTION = 0.01  # of the exact cache's bytes: a method with less on the host is one of the device alone
-FRONT = 16  # methods that are measured on the larger models
+FRONT = (12, 4)  # methods on the device alone, and with host memory, that are measured on all models
 
 
 def read_results() -> dict[str, Result]:
@@ -127,26 +127,29 @@ def failures_table(result: Result) -> str:
     return "\n".join(lines)
 
 
-def choose_front(results: Sequence[Result], most: int = FRONT) -> list[str]:
-    """Chooses the lines of `equal_bytes.toml` that larger models are asked about.
+def choose_front(results: Sequence[Result], most: tuple[int, int] = FRONT) -> list[str]:
+    """Chooses the lines of `equal_bytes.toml` that all models are asked about: so many on the device, with the host.
 
-    The rule, written before any of them ran: in turn, each result's each task at each fraction gives the best method
-    that no other has given, until there are `most`.
+    The rule, written before any larger model ran: in turn, each result's each task at each fraction gives the best
+    method that no other has given, until there are enough of its kind.
     """
     queues = [
-        [p["settings"] for p in rank_methods(result, task, fraction)]
+        (result, rank_methods(result, task, fraction))
         for fraction in dict.fromkeys(fraction for result in results for fraction in result.fractions)
         for task in USES
         for result in results
         if task in find_uses(result)
     ]
     chosen: dict[str, None] = {}
-    while any(queues) and len(chosen) < most:
-        for queue in queues:
-            while queue and queue[0] in chosen:
-                queue.pop(0)
-            if queue and len(chosen) < most:
-                chosen[queue.pop(0)] = None
+    for with_host, number in zip((False, True), most, strict=True):
+        kind = [[p["settings"] for p in points if uses_host(r, p["method"]) == with_host] for r, points in queues]
+        enough = len(chosen) + number
+        while any(kind) and len(chosen) < enough:
+            for queue in kind:
+                while queue and queue[0] in chosen:
+                    queue.pop(0)
+                if queue and len(chosen) < enough:
+                    chosen[queue.pop(0)] = None
     return list(chosen)
 
 
@@ -219,8 +222,7 @@ def draw_picture(result: Result) -> bytes:
 
 def summary(result: Result) -> str:
     """Sums up a run: contexts, winners, failures."""
-    machine = result.document["machine"]
-    where = f"; {machine['processor']}, {machine['cores']} cores, JAX {machine['jax']}" if machine else ""
+    where = "; ".join(["", *result.document["machines"]])
     return f"""{len(result.document["scores"]) - 1} settings; contexts: {result.counts()}{where}.
 
 {winners_table(result)}

@@ -98,8 +98,8 @@ def test_a_seed_counts_once_every_method_has_it(results):
     document = catalogue.sum_up(run)
     assert document["tasks"] == ["turns"] and document["seeds"] == [0]
     assert document["scores"] == {m: {"turns": {"0": [1.0, 0.5]}} for m in methods}
-    assert f", JAX {document['machine']['jax']}." in page.page("tiny", Result(document))
-    text = page.page("tiny", Result(document | {"machine": None}))
+    assert f", JAX {catalogue.machine()['jax']}." in page.page("tiny", Result(document))
+    text = page.page("tiny", Result(document | {"machines": []}))
     assert "2 settings; contexts: 2 of later questions." in text
     assert "- `qfilters:budget=32` failed: " in text and "- 3/4" not in text  # nothing is too large
     failed = {"method": methods[-1], "task": "turns", "seed": 1, "failed": "no memory"}
@@ -126,12 +126,27 @@ def test_the_front_takes_the_best_of_each_use_in_turn():
             {"method": m, "settings": m.upper(), "family": "f", "share": "1/4", "device_bytes": 1} for m in "abcd"
         ]
         measured = {m: {task: {"0": [by_method[m]] * 2} for task, by_method in scores.items()} for m in "abcd"}
-        return Result({"points": points, "scores": measured, "tasks": list(scores)})
+        held = {m: [0.2, 1.0 if m == "d" else 0.0] for m in "abcd"}  # d has the rest on the host
+        return Result({"points": points, "scores": measured, "tasks": list(scores), "bfloat16": held})
 
     first = result({"a": 1.0, "b": 0.9, "c": 0.8, "d": 0.1}, {"a": 1.5, "b": 1.4, "c": 1.3, "d": 1.2})
-    assert page.choose_front([first], most=3) == ["A", "D", "B"]
+    assert page.choose_front([first], most=(2, 1)) == ["A", "C", "D"]
+    assert page.choose_front([first], most=(3, 0)) == ["A", "C", "B"]
     second = result({"a": 0.1, "b": 0.2, "c": 0.8, "d": 0.1}, {"a": 1.2, "b": 1.3, "c": 1.4, "d": 1.5})
-    assert page.choose_front([first, second], most=9) == ["A", "C", "D", "B"]
+    assert page.choose_front([first, second], most=(9, 9)) == ["A", "C", "B", "D"]
+
+
+def test_a_front_is_measured_on_other_contexts_than_those_that_chose_it(results):
+    declared = results.parent / "catalogue.toml"
+    declared.write_text(declared.read_text() + '\n[[run]]\nname = "tiny.front"\nlike = "tiny"\nfirst_seed = 1\n')
+    run = catalogue.read_declared("tiny.front")["tiny.front"]
+    pieces = catalogue.make_pieces(run, ["full"])
+    assert [(p.task, p.seed) for p in pieces] == [("turns", 1), ("ppl", 1), ("turns", 2)]
+    results.mkdir()
+    path = results / "tiny.front.jsonl"
+    path.write_text(json.dumps({"method": "full", "task": "turns", "seed": 1, "scores": [1.0]}) + "\n")
+    (results / "tiny.front.fitted.json").write_text(json.dumps({"points": [], "full_bytes": 1}))
+    assert catalogue.sum_up(run)["seeds"] == [1]
 
 
 def test_a_method_that_fails_is_recorded_and_not_tried_again(results, directory, monkeypatch):
