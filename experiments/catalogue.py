@@ -1,6 +1,7 @@
 """The catalogue: every method on a real model at equal bytes, for the answer to "which method for me".
 
 python -m experiments.catalogue [--only NAME] [--part 3/8] [--minutes 60]    runs what the records lack
+python -m experiments.catalogue --only NAME --repeat 5                       runs five lines again, drawn by lot
 python -m experiments.catalogue_tables                                       prints what the records say
 
 catalogue.toml declares the runs: models, lengths, fractions of the exact cache's bytes, tasks in the order of their
@@ -18,6 +19,7 @@ import dataclasses
 import itertools
 import json
 import math
+import random
 import re
 import time
 import tomllib
@@ -218,12 +220,31 @@ def run_missing(run: Mapping[str, Any], part: Part, until: float) -> None:
         )
 
 
+def repeat(run: Mapping[str, Any], count: int) -> None:
+    """Measures lines of a run again, drawn by lot, and prints both scores; another machine may round some apart."""
+    recorded = [line for line in read_lines(run["name"]) if "scores" in line]
+    drawn = random.sample(recorded, min(count, len(recorded)))
+    runner = CellRunner(kvjax.load(run["model"]), [line["method"] for line in drawn])
+    for line in drawn:
+        (again,) = measure(runner, run, Piece(line["task"], line["seed"], (line["method"],)))
+        differing = sum(a != b for a, b in zip(line["scores"], again["scores"], strict=True))
+        means = (sum(x["scores"]) / len(x["scores"]) for x in (line, again))
+        about = f"{line['method']}, {line['task']}, seed {line['seed']}"
+        both = f"recorded {next(means):.4f}, again {next(means):.4f}"
+        print(f"{about}: {both}, {differing} of {len(line['scores'])} contexts differ", flush=True)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     p = make_parser(__doc__)
     p.add_argument("--only", help="one run of catalogue.toml (default: all, in order)")
     p.add_argument("--part", type=parse_part, default=Part(1, 1), help="such as 3/8: a part of the pieces")
     p.add_argument("--minutes", type=float, default=math.inf, help="begin no piece after these")
+    p.add_argument("--repeat", type=int, metavar="N", help="run N lines of the records again, and print both scores")
     args = p.parse_args(argv)
+    if args.repeat:
+        for run in read_declared(args.only).values():
+            repeat(run, args.repeat)
+        return
     until = time.monotonic() + 60 * args.minutes
     for run in read_declared(args.only).values():
         run_missing(run, args.part, until)

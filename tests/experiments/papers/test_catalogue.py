@@ -79,6 +79,8 @@ def test_a_run_goes_on_in_parts_and_has_the_scores_of_compare(results, directory
     mean = {x["method"]: np.mean(x["scores"]) for x in lines if x["task"] == "ppl"}
     assert mean == pytest.approx({row.method: row.bits for row in rows}, abs=1e-4)
     capsys.readouterr()
+    catalogue.main(["--repeat", "100"])
+    assert capsys.readouterr().out.count(", 0 of 2 contexts differ\n") == len(lines)
     catalogue_tables.main(["--out", str(results)])
     printed = capsys.readouterr().out
     best = min((tokens, "int8"), key=mean.__getitem__)
