@@ -1,6 +1,7 @@
 """The tables and pictures of docs/results.md.
 
 python -m experiments.catalogue_tables [--out docs]    prints the tables; with --out it writes the pictures there
+python -m experiments.catalogue_tables --front FILE --of RUN    writes the front that a run chooses
 
 It reads the records of `python -m experiments.catalogue` and of `experiments.equal_bytes`
 (`results/readme.smollm2.json`).
@@ -10,23 +11,54 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 
-from docs.generate.catalogue import CHOSEN, choose_front, chosen_table, draw_picture, read_results, summary
+from docs.generate.catalogue import (
+    CHOSEN,
+    FRONT,
+    choose_front,
+    chosen_table,
+    draw_picture,
+    front_tables,
+    read_results,
+    summary,
+)
+from docs.generate.equal_bytes import Result
 from experiments.bench.measuring import output_folder
+
+
+def front_toml(name: str, result: Result) -> str:
+    """The front that a run chooses, as families of methods such as those of equal_bytes.toml."""
+    family = {point["settings"]: point["family"] for point in result.points()}
+    families: dict[str, list[str]] = {}
+    for line in choose_front([result]):
+        families.setdefault(family[line], []).append(line)
+    lines = [
+        f"# The {sum(FRONT)} lines of equal_bytes.toml that all models are asked about, by the rule of `choose_front`:",
+        f"# python -m experiments.catalogue_tables --front experiments/front.toml --of {name}",
+        f"# It chose by its contexts: {result.counts()}.",
+    ]
+    for title, methods in families.items():
+        lines += ["", "[[family]]", f'name = "{title}"', "methods = [", *(f'    "{m}",' for m in methods), "]"]
+    return "\n".join(lines) + "\n"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--out", type=output_folder, help="writes the pictures here")
+    p.add_argument("--front", type=Path, metavar="FILE", help="writes the front's families of methods here")
+    p.add_argument("--of", metavar="RUN", help="the run of catalogue.toml that chooses the front")
     args = p.parse_args(argv)
+    if args.front is not None:
+        args.front.write_text(front_toml(args.of, read_results()[args.of]), encoding="utf-8")
+        return
     print(f"## {CHOSEN.stem}\n\n{chosen_table()}\n")
     results = read_results()
     for name, result in results.items():
         print(f"## {name}\n\n{summary(result)}")
         if args.out is not None:
             (args.out / f"catalogue.{name}.png").write_bytes(draw_picture(result))
-    if results:
-        print("The front, by the rule of `choose_front`:", *choose_front(list(results.values())), sep="\n- ")
+    print(f"## The front\n\n{front_tables(results)}")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from docs.generate import equal_bytes
-from docs.generate.equal_bytes import BIT_TASKS, Result, format_score
+from docs.generate.equal_bytes import BIT_TASKS, TITLES, Result, format_score
 from experiments import catalogue
 from experiments.equal_bytes import FULL, RESULTS
 from kvjax.eval.page.intervals import Interval
@@ -29,6 +29,7 @@ USES = {
 }
 """Task -> what someone does who cares for it, in the order of the table."""
 
+TASKS_OF_FRONTS = ("turns.essays", "humaneval.bits", "ppl")
 NAMED = 3  # methods that a table or a picture names for each fraction
 LEAST_HOST_FRACTION = 0.01  # of the exact cache's bytes: a method with less on the host is one of the device alone
 FRONT = (12, 4)  # methods on the device alone, and with host memory, that are measured on all models
@@ -124,6 +125,44 @@ def failures_table(result: Result) -> str:
             worse = [p for p in points if is_worse(result, pictured, p["method"], FULL)]
             cells.append(f"{len(worse)} of {len(points)}" if points else "")
         lines.append(f"| {family} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def front_tables(results: Mapping[str, Result]) -> str:
+    """A `front_table` for each use that the runs of fronts have, by the names of the runs."""
+    fronts = [result for name, result in results.items() if name.endswith(".front")]
+    by_task = {task: [result for result in fronts if task in result.document["tasks"]] for task in TASKS_OF_FRONTS}
+    return "\n\n".join(front_table(with_task, task) for task, with_task in by_task.items() if with_task)
+
+
+def front_table(results: Sequence[Result], task: str) -> str:
+    """A front's methods on several models: one column for each fraction of each, the best on average first.
+
+    Bold cells are not told apart from the exact cache; methods with host memory come last, and say so.
+    """
+    columns = [(result, fraction) for result in results for fraction in result.fractions]
+    rows: dict[str, list[str]] = {}
+    means: dict[str, list[float]] = {}
+    hosted: set[str] = set()
+    for number, (result, fraction) in enumerate(columns):
+        for point in result.points(fraction=fraction):
+            name, method = point["settings"].split(";")[0], point["method"]
+            score, _ = result.score(method, task)
+            if score is None:
+                continue
+            text = format_score(task, score) if task in BIT_TASKS else f"{score:.0f}"
+            text = text if is_worse(result, task, method, FULL) else f"**{text}**"
+            rows.setdefault(name, [""] * len(columns))[number] = text
+            means.setdefault(name, []).append(score)
+            hosted |= {name} if uses_host(result, method) else set()
+    sign = 1 if task in BIT_TASKS else -1
+    ordered = sorted(rows, key=lambda name: (name in hosted, sign * sum(means[name]) / len(means[name])))
+    heads = [f"{result.title}, {fraction}" for result, fraction in columns]
+    lines = [f"| {TITLES[task]} | {' | '.join(heads)} |", "|---|" + "---:|" * len(heads)]
+    means_of_full = [result.contexts(FULL, task).mean() for result, _ in columns]
+    exact = [f"{mean:.3f}" if task in BIT_TASKS else f"{100 * mean:.0f}" for mean in means_of_full]
+    lines.append(f"| `full` | {' | '.join(exact)} |")
+    lines += [f"| `{name}`{', host' if name in hosted else ''} | {' | '.join(rows[name])} |" for name in ordered]
     return "\n".join(lines)
 
 

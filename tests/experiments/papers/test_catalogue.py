@@ -86,8 +86,13 @@ def test_a_run_goes_on_in_parts_and_has_the_scores_of_compare(results, directory
     best = min((tokens, "int8"), key=mean.__getitem__)
     assert f"| **a long text goes on**; exact cache {mean['full']:.3f} bits |" in printed
     assert f"| 1 | `{best}` {mean[best] - mean['full']:+.3f} |" in printed
-    assert "- sinks_and_recent:budget=32" in printed and "- int8" in printed  # the front
     assert (results / "catalogue.tiny.png").read_bytes().startswith(b"\x89PNG")
+    catalogue_tables.main(["--front", str(results / "front.toml"), "--of", "tiny"])
+    front = tomllib.loads((results / "front.toml").read_text())["family"]
+    assert {f["name"]: f["methods"] for f in front} == {
+        "tokens": ["sinks_and_recent:budget=32"],
+        "bits and tables": ["int8"],
+    }
 
 
 def test_a_seed_counts_once_every_method_has_it(results):
@@ -180,6 +185,30 @@ def test_the_best_on_the_device_and_with_the_host_have_rows_of_their_own():
     assert [row.split(" (")[0] for row in rows[3:5]] == ["| 1 | `b` 75", "| 2 | `c` 0"]
     assert rows[5] == "| 3 |  |" and rows[6].startswith("| with the host | `a` 100")
     assert "not told apart from the first: 0 more" in rows[2]  # c is worse than b, and a is no rival on the device
+
+
+def test_the_table_of_fronts_has_a_column_for_each_fraction_of_each_model():
+    def result(model, right):
+        points = [{"family": "f", "settings": m, "device_bytes": 1} for m in "abc"]
+        points = [p | {"method": p["settings"] + x[-1], "share": x} for p in points for x in ("1/2", "1/4")]
+        methods = {"full": 1.0} | right
+        held = {m: [0.2, 0.9 if m.startswith("c") else 0.0] for m in methods}
+        scores = {m: {"turns.essays": {"1": [x] * 12}} for m, x in methods.items()}
+        document = {"model": model, "points": points, "scores": scores, "tasks": ["turns.essays"], "bfloat16": held}
+        return Result(document)
+
+    first = result("testbed", {"a2": 1.0, "a4": 0.0, "b2": 1.0, "b4": 1.0, "c4": 1.0})
+    second = result("smollm2-135m", {"a2": 0.25, "b2": 0.5})
+    rows = page.front_tables({"x.front": first, "x": first, "y.front": second}).splitlines()
+    assert rows[0] == (
+        "| later questions on essays | the testbed model, 1/2 | the testbed model, 1/4 | SmolLM2-135M, 1/2 |"
+    )
+    assert rows[2:] == [
+        "| `full` | 100 | 100 | 100 |",
+        "| `b` | **100** | **100** | 50 |",
+        "| `a` | **100** | 0 | 25 |",
+        "| `c`, host |  | **100** |  |",
+    ]
 
 
 def test_a_run_like_another_has_its_fields_and_records_of_its_own(results):

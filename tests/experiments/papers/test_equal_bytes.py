@@ -85,8 +85,10 @@ def test_all_settings_are_of_methods_that_there_are(settings):
 def test_the_table_of_results_is_that_of_the_records():
     text = (quality_against_bytes.ROOT / "docs" / "results.md").read_text(encoding="utf-8")
     assert catalogue.chosen_table() in text
-    for result in catalogue.read_results().values():
-        assert catalogue.winners_table(result) in text
+    results = catalogue.read_results()
+    for name, result in results.items():
+        assert name.endswith(".front") or catalogue.winners_table(result) in text
+    assert catalogue.front_tables(results) in text
 
 
 README_METHODS = (
