@@ -100,7 +100,9 @@ def turned_queries(
 
     Differs:
       There is no paper. KVzip's scores come from queries of a repetition of the prompt; these come from the prompt's
-      own queries, so that the model runs once.
+      own queries, so that the model runs once. Early layers get more tokens than by KVzip's division, and late ones
+      fewer. At an eighth of the bytes this loses answers on Qwen2.5-Coder-0.5B, where `kvzip` keeps them
+      (`docs/divisions.md`): take that where another pass of the model is affordable.
 
     Args:
       budget: as in `make_selection`, on average over the heads that share it; tokens that always stay are included.
