@@ -52,7 +52,8 @@ def essay_questions(task: str, model: Model, spec: Spec) -> Iterator[Case]:
 
 def city_questions(task: str, model: Model, spec: Spec) -> Iterator[Case]:
     """Makes the cases of a task of `CityNumbers`, in the text of `spec`."""
-    kind = ruler.RulerTask(CityNumbers(), 24, turns=task == "turns.essays", stream="turns.essays")
+    own_text = task == "planted"
+    kind = ruler.RulerTask(CityNumbers(own_text), 24, turns=task == "turns.essays", stream="turns.essays")
     return kind.cases(task, model, spec)
 
 
@@ -62,12 +63,17 @@ class CityNumbers:
 
     Needle and question are those of LWM's needle tests (Liu et al., 2024, arXiv 2402.08268); the words before the
     text are RULER's.
+
+    Attributes:
+      keep_lines: whether the text keeps its lines, which source code and tables cannot do without.
     """
+
+    keep_lines: bool = False
 
     def draft(self, rng: np.random.Generator, spec: Spec, length: int) -> ruler.DrawnInstance:
         """See `ruler.InstanceKind`; a unit is a word of the essays."""
         n = arguments.integer("questions about cities", spec.questions, 1, len(CITIES))
-        essay = Essay(spec, rng)
+        essay = Essay(spec, rng, self.keep_lines)
         cities = rng.permutation(CITIES)[:n].tolist()
         values = DistinctStrings(numbers(rng), essay.whole).first(n)
         depths, order = sorted(ruler.draw_depths(rng, n).tolist()), rng.permutation(n)

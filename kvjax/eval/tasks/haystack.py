@@ -26,7 +26,10 @@ QUESTION = NEEDLE_QUESTION + OPENING
 PHRASES = ("eat a sandwich", "Dolores Park", "sunny day")  # an answer is scored by these, in place of a model as judge
 NEW_TOKENS = 32
 NEEDLE_SYMBOLS = 4  # of the shipped model's needle
-LINE_END, SENTENCE_END = re.compile(r"\n+"), re.compile(r"(?<=[.!?])\s+")
+LINE_END, SENTENCE_END = re.compile(r"\n+"), re.compile(r"(?<=[.!?])\s+|(?<=[。！？؟।])\s*")
+IDEOGRAPH = r"\u2e80-\ud7af\uf900-\ufaff\ufe30-\uffef"  # Chinese, Japanese and Korean, with their punctuation
+WORD = re.compile(rf"[ \t]*(?:[{IDEOGRAPH}]|[^\s{IDEOGRAPH}]{{1,100}})[ \t]*[\r\n]*")
+LONG_SENTENCE = 1000  # characters; the longest of the essays has 890
 
 ADJECTIVES = """able aged amber ample angry awake basic bitter blank bold brave brief bright broad broken busy
 calm careful cheap clean clear clever cold common cool crisp cruel curious damp dark deep direct distant double
@@ -91,13 +94,14 @@ def _needle_places(task: str, spec: Spec) -> Iterator[tuple[str, int, float, int
 class Essay:
     """Running text for a haystack, from the start of a random sentence, and from the text's start after its end.
 
-    The text is that of `spec.text`, on one line as in RULER, or by default held-out source code, which keeps its lines.
+    The text is that of `spec.text`, on one line as in RULER unless it keeps its lines, or by default held-out source
+    code, which keeps them.
     """
 
-    def __init__(self, spec: Spec, rng: np.random.Generator):
+    def __init__(self, spec: Spec, rng: np.random.Generator, keep_lines: bool = False):
         text = symbols.read_source(spec)
         self.whole, self.starts, sentences = _index_words(
-            text if spec.text is None else re.sub(r"\s+", " ", text).strip()
+            text if keep_lines or spec.text is None else re.sub(r"\s+", " ", text).strip()
         )
         self.first = int(rng.choice(sentences))
 
@@ -114,18 +118,32 @@ class Essay:
 
 @functools.lru_cache(2)
 def _index_words(text: str) -> tuple[str, np.ndarray, np.ndarray]:
-    """(the text, ended by space, the characters at which words start, numbers of the words that start a sentence)."""
+    """(the text, ended by space, the characters at which words start, numbers of the words that start a sentence).
+
+    Where a script has no spaces, its characters count as words.
+    """
     text = text.lstrip("\r\n")
     text = text if text[-1:].isspace() else text + " "
-    starts = np.array([m.start() for m in re.finditer(r"[ \t]*\S+[ \t]*[\r\n]*", text)])
+    starts = np.array([m.start() for m in WORD.finditer(text)])
     at = np.searchsorted(starts, [0, *_sentence_starts(text)])
     return text, starts, np.unique(at[at < len(starts)])
 
 
 def _sentence_starts(text: str) -> list[int]:
-    """Characters at which lines start, or sentences in a text of one line; neither 0 nor the end."""
-    ends = LINE_END if "\n" in text else SENTENCE_END
-    return [m.end() for m in ends.finditer(text) if 0 < m.end() < len(text)]
+    """Characters at which lines start, or sentences in a text of one line; neither 0 nor the end.
+
+    A long line is divided into its sentences, too, and a long sentence, as of a table or of minified code, at its
+    words: without a place of their own all needles would stand together at its beginning.
+    """
+    lines = {m.end() for m in LINE_END.finditer(text)} - {len(text)}
+    sentences = lines | _divide(text, lines, SENTENCE_END, LONG_SENTENCE if lines else 0)
+    return sorted((sentences | _divide(text, sentences, WORD, LONG_SENTENCE)) - {0, len(text)})
+
+
+def _divide(text: str, starts: set[int], ends: re.Pattern[str], most: int) -> set[int]:
+    """Characters after the `ends` in each stretch between two starts that is longer than `most` characters."""
+    stretches = itertools.pairwise(sorted({0, *starts, len(text)}))
+    return {m.end() for a, b in stretches if b - a > most for m in ends.finditer(text, a, b)}
 
 
 def insert_needles(text: str, needles: Sequence[str], depths: Sequence[float]) -> tuple[str, list[int]]:

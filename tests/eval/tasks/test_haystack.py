@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
 from kvjax.errors import KvjaxError
 from kvjax.eval.tasks import haystack, symbols
 from kvjax.eval.tasks.case import Case, Spec
+from kvjax.eval.tasks.essays import ESSAYS, HEAD
 from kvjax.eval.tasks.haystack import NEEDLE, PHRASES, QUESTION, Essay, insert_needles
 from kvjax.eval.tasks.suite import SYNTHETIC
 from kvjax.models.model import Model
@@ -116,6 +119,49 @@ def test_needles_go_to_the_end_of_a_sentence_before(depths, expected):
     code = "x = a. b\ny = 2\n"
     assert insert_needles(code, ["N1"], [0.6]) == ("x = a. b\nN1\ny = 2\n", [9])
     assert [haystack_text[s : s + 2] for s in starts] == ["N1", "N2"][: len(depths)]
+
+
+CODE = "".join(f"def scale_{i}(value):\n    return value * {i}\n\n\n" for i in range(200))
+
+
+@pytest.mark.parametrize(
+    ("name", "whole"),
+    (
+        ("code on one line", CODE.replace("\n", " ")),
+        ("a line of prose among short ones", "Note\n" + "It is so. " * 400 + "\nEnd\n"),
+        ("minified", "".join(f"{{a:{i},b:[]}}," for i in range(600))),
+        ("Chinese", "长城是中国古代的军事防御工程，始建于春秋战国时期。" * 200),
+        ("Chinese without sentences", "长城是中国古代的军事防御工程始建于春秋战国时期" * 200),
+    ),
+)
+def test_needles_are_at_their_depth_in_texts_without_lines_sentences_or_spaces(name, whole):
+    depths = [0.1, 0.4, 0.6, 0.9]
+    starts = insert_needles(whole, ["NEEDLE"] * 4, depths)[1]
+    assert np.allclose(np.array(starts) / len(whole), depths, atol=0.04), name
+
+
+def test_a_script_without_spaces_has_words_of_one_character(tmp_path):
+    file = tmp_path / "a.txt"
+    file.write_text("长城是GREAT wall。始建于", encoding="utf-8")
+    e = essay(file)
+    assert [e.whole[a:b] for a, b in itertools.pairwise([*e.starts, len(e.whole)])] == [
+        *("长", "城", "是", "GREAT ", "wall", "。", "始", "建", "于 ")
+    ]
+    assert {essay(file, seed).words(1) for seed in range(20)} == {"长", "始"}
+
+
+@pytest.mark.parametrize("name", ("code", "Chinese"))
+def test_numbers_planted_in_ones_own_text_are_spread_over_it(name, tmp_path):
+    file = tmp_path / "a.txt"
+    file.write_text(CODE if name == "code" else "长城是中国古代的军事防御工程，始建于春秋战国时期。" * 200, encoding="utf-8")
+    cases = list(ESSAYS["planted"](BYTES, Spec((4096,), 8, questions=4, text=file)))
+    contexts = [text(BYTES, case.context) for case in cases]
+    places = np.sort([[c.index(a.references[0]) / len(c) for a in case.asks] for c, case in zip(contexts, cases)])
+    assert 0.3 < np.ptp(places, axis=1).mean() < 0.9
+    # Contexts begin at different places of the text, fill their length, and keep its lines.
+    assert len({c[len(HEAD) : len(HEAD) + 400] for c in contexts}) == 8
+    assert all(len(case.context) > 3900 for case in cases)
+    assert name != "code" or all("):\n    return" in c for c in contexts)
 
 
 def test_words_are_different():
