@@ -86,7 +86,7 @@ def fit_line(model: Model, shares: Sequence[Fraction], length: int, family: str,
     """
     found, each = [], fit_methods([s.strip() for s in settings.split(";")], shares, model.config, length)
     for share in shares:
-        largest = max((f for f in each if f.share == share), key=lambda f: f.bytes)
+        largest = max((f for f in each if f.share == share), key=lambda f: f.bytes if f.method else 0)
         sizes = {"device": 0, "pinned_host": 0}
         if largest.method:
             sizes = planned_bytes(largest.method, model.config, length, dtype=DTYPE).held

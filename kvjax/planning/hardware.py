@@ -124,6 +124,7 @@ def find_hardware(name: str) -> Hardware:
         return CATALOGUE[word]
     raise KvjaxError(
         f"unknown hardware {name!r:.80}{arguments.suggest_name(word, CATALOGUE)}; the catalogue has "
-        f"{', '.join(CATALOGUE)}, each as one device: several are a mesh, as in --hardware h100 --mesh 1x8; for "
-        "another device add --memory-gb and --bandwidth to a name"
+        f"{', '.join(CATALOGUE)}, each as one device: several are a mesh, as in kvjax plan --hardware h100 --mesh 1x8. "
+        "For another device kvjax plan takes --memory-gb and --bandwidth with a name, and kvjax recommend the bytes "
+        "that its cache may take, as in --budget 2GB"
     )

@@ -255,6 +255,11 @@ def find_model(name: str) -> PlannedModel:
     if os.path.isfile(path / "config.json"):  # unlike a Path's, this takes a name that is too long
         path = path / "config.json"
     if os.path.isfile(path):
+        if path.suffix.lower() == ".gguf":
+            raise KvjaxError(
+                f"{path} is a GGUF file, and a plan reads a configuration; plan the checkpoint that is made of it: "
+                f"python -m checkpoints_convert convert {path} DST"
+            )
         raw = parse_json_object(read_text_file(path, "MODEL"), path, "give the config.json of a model")
         return read_config_json(raw, name, str(path), count_stored(path.parent))
     if short in CONFIGURATIONS:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import os
 import re
 import sys
@@ -82,7 +83,8 @@ class Recommendation:
 
     def __repr__(self) -> str:
         lines = [f"- {note}" for note in self.notes]
-        return "\n".join([repr(self.rows), "", *lines, "", f"recommended: {self.method}"])
+        ends = f"recommended for contexts of {self.context:,} tokens: {self.method}"
+        return "\n".join([repr(self.rows), "", *lines, "", ends])
 
     def to_json(self, path: str | Path | None = None) -> str:
         """Returns everything as a JSON object, and writes it to `path` if there is one."""
@@ -180,7 +182,7 @@ def recommend(
     length = arguments.integer("length", min(context, LENGTH) if length is None else length)
     names = list(resolve(candidates))
     out = make_folder(expand_user(out), "out")
-    text, num_files, skipped = read_texts(texts)
+    text, num_files, skipped = read_texts(texts, out)
     check_amount(model, text, length, texts)
     check_same_texts(out, text, texts)
     setting = None if hardware is None else make_setting(model, hardware)
@@ -200,9 +202,6 @@ def recommend(
             f"{longest:,} tokens are beyond the {model.config.max_positions:,} positions that {model.name} was made "
             "for: methods that keep true positions fail there, full too"
         )
-    fitted, left_out = fit_candidates(model, names, share, context, length, setting)
-    for line in left_out:
-        note(line)
     tasks = [
         "shared" if symbols.knows_symbols(model) else "planted",
         *(["questions"] if questions is not None else []),
@@ -215,6 +214,10 @@ def recommend(
         with warnings.catch_warnings():  # they are given when the questions are asked
             warnings.simplefilter("ignore", KvjaxWarning)
             suite.cases(model, ["questions"], spec)  # texts that are all too long are an error, and not left out
+    say(f"sizing {display.count(len(names), 'candidate')}, which takes a while in a model of many layers")
+    fitted, left_out = fit_candidates(model, names, share, context, length, setting)
+    for line in left_out:
+        note(line)
     options: dict[str, Any] = {"batch": batch, "progress": progress, "announce": announce, "left_out": note}
     tried = list(dict.fromkeys(["full", *(trial.method for _, trial in fitted)]))
     rows, failed = try_methods(model, tried, tasks, spec, out, **options)
@@ -231,6 +234,12 @@ def recommend(
     rows = Comparison(tuple(r for r in rows if r.method in tried and r.task in tasks and r.length == length))
     method = next(final.method for final, trial in fitted if trial.method == winner)
     notes += describe(run, rows, winner, equals, length, context)
+    num_windows = sum(task == "ppl" for task, *_ in run.cases["full"])
+    if num_windows < contexts:
+        notes.append(
+            f"the texts have room for {display.count(num_windows, 'context')} of {length:,} tokens with what follows: "
+            f"those with numbers overlap, and tell less than {contexts} of more texts would"
+        )
     found = Recommendation(method, context, share, rows, winner, equals, tuple(notes))
     found.to_json(out / RESULT)
     return found
@@ -286,11 +295,12 @@ def shared_records(records: Iterable[Any], methods: Sequence[str], tasks: Sequen
     return [r for r in wanted if (r["task"], r["key"]) in shared]
 
 
-def read_texts(path: Path | str) -> tuple[str, int, list[str]]:
+def read_texts(path: Path | str, out: Path) -> tuple[str, int, list[str]]:
     """Reads a file, or all UTF-8 files of a folder in the order of their paths.
 
     A name of `NAMED_TEXTS`, such as "essays", is the text that a package brings. Files whose name begins with a dot are
-    left out.
+    left out, and so are the folders that recommendations write, of which `out` is one: in a folder of texts, they would
+    be other texts each time.
 
     Returns:
       The text, the number of files, and the names of those that are no text.
@@ -299,9 +309,12 @@ def read_texts(path: Path | str) -> tuple[str, int, list[str]]:
     if not path.exists():
         raise KvjaxError(f"there are no texts at {path}; give a UTF-8 file, or a folder of such files")
     files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+    written = {file.parent for file in files if file.name == TEXTS and (file.parent / store.RECORDS).is_file()}
     texts, skipped = [], []
     for file in files:
         if any(part.startswith(".") for part in file.relative_to(path).parts):
+            continue
+        if file != path and (written.intersection(file.parents) or file.resolve().is_relative_to(out.resolve())):
             continue
         try:
             text = file.read_bytes().decode("utf-8-sig")
@@ -413,22 +426,39 @@ def fit_candidates(
       KvjaxError: no candidate fits.
     """
     fitted, left_out = [], []
+    # The names of those that are too large at their smallest, and the least fraction that one takes, by their context.
+    too_large: dict[int, tuple[list[str], list[Fraction]]] = {}
     for name in names:
         try:
-            (final,), (trial,) = (fit_methods([name], [share], model.config, n) for n in (context, length))
+            (final,) = fit_methods([name], [share], model.config, context)
+            (trial,) = [final] if length == context else fit_methods([name], [share], model.config, length)
         except Exception as e:  # of a method, which may be the user's
             left_out.append(f"{name} is left out: {describe_failure(e)}")
             continue
         if not final.method or not trial.method:
-            left_out.append(f"{name} is left out: at its smallest it takes more than {format_share(share)}")
+            tokens, smallest = (context, final) if not final.method else (length, trial)
+            exact = planned_bytes("full", model.config, tokens, dtype=equal_bytes.DTYPE).held["device"]
+            them, fractions = too_large.setdefault(tokens, ([], []))
+            them.append(name)
+            fractions.append(Fraction(smallest.bytes, exact))
         elif setting is not None and (problem := describe_excess(setting, final.method, context)):
             left_out.append(f"{final.method} is left out: {problem}")
         elif all(trial.method != other.method for _, other in fitted):
             fitted.append((final, trial))
+    has_windows = any(kind.attention.rule.window is not None for kind in model.config.kinds)
+    windows = "; layers with sliding windows hold the whole window" if has_windows else ""
+    for tokens, (them, _) in too_large.items():
+        they = (
+            "is left out: at its smallest it takes" if len(them) == 1 else "are left out: at their smallest they take"
+        )
+        tried = "" if tokens == context else f" of {tokens:,} tokens, as they are tried (--length)"
+        left_out.append(f"{'; '.join(them)} {they} more than {format_share(share)}{tried}{windows}")
     if not fitted:
+        least = [min(fractions) for _, fractions in too_large.values()]
+        enough = f" (at least {math.ceil(1000 * min(least)) / 10:g}%)" if least else ""
         raise KvjaxError(
-            f"no candidate takes at most {format_share(share)}: {'; '.join(left_out)}. Give a larger budget, a longer "
-            "context, or other candidates"
+            f"no candidate takes at most {format_share(share)}: {'; '.join(left_out)}. Give a larger budget{enough}, a "
+            "longer context, or other candidates"
         )
     return fitted, left_out
 
@@ -479,7 +509,10 @@ def describe(
             f"{100 * score.high:+.0f} points with 95% confidence)"
         )
     if bits is not None:
-        notes.append(f"its bits per byte of the texts are those of full {-bits.mean:+.3f}")
+        line = f"its bits per byte of the texts are those of full {-bits.mean:+.3f}"
+        if bits.low is not None and bits.high is not None:
+            line += f" ({-bits.high:+.3f} to {-bits.low:+.3f} with 95% confidence)"
+        notes.append(line)
     held = {row.task: row.device_percent or 0.0 for row in rows if row.method == winner}
     if held.get("questions", 0.0) > 1.02 * held["ppl"]:
         notes.append(
@@ -495,7 +528,9 @@ def describe(
         )
     if equals:
         others = [*equals[:MAX_NAMED], *([f"{len(equals) - MAX_NAMED} more"] if len(equals) > MAX_NAMED else [])]
-        notes.append(f"these contexts do not tell it apart from {'; '.join(others)}: more contexts may")
+        notes.append(
+            f"these contexts do not tell its answers apart from those of {'; '.join(others)}: more contexts may"
+        )
     if context > length:
         notes.append(
             f"contexts of {length:,} tokens were tried, not of {context:,}, where the same fraction of bytes may lose "
@@ -508,8 +543,7 @@ def run(args: argparse.Namespace) -> None:
     """The command `kvjax recommend`."""
     if args.candidates is not None:
         resolve(args.candidates)  # a misspelled method is reported before a large model is loaded
-    read_texts(args.texts)
-    make_folder(args.out, "--out")
+    read_texts(args.texts, make_folder(args.out, "--out"))
     if args.questions is not None:
         own_questions.read_questions(args.questions)
     context = parse_tokens(args.context)

@@ -92,14 +92,18 @@ def test_deepseek_v3_is_planned_with_576_numbers_a_token_and_layer():
     assert planned.notes == (QUANTIZED,)
 
 
-def test_what_cannot_be_planned_for_is_refused_by_name():
+def test_what_cannot_be_planned_for_is_refused_by_name(tmp_path):
     with pytest.raises(KvjaxError, match=r"no model 'llama-3.1-8'; did you mean 'llama-3.1-8b'"):
         find_model("llama-3.1-8")
     with pytest.raises(KvjaxError, match="kv_lora_rank"):
         read_config_json({"model_type": "deepseek_v32", "kv_lora_rank": 512}, "deepseek", "config.json")
     with pytest.raises(KvjaxError, match="config.json has no num_hidden_layers"):
         read_config_json({"hidden_size": 64, "num_attention_heads": 4}, "x", "config.json")
-    with pytest.raises(KvjaxError, match=r"unknown hardware 'h100x8'; did you mean 'h100'.*a100-40.*v7x.*--mesh 1x8"):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF\xff")
+    with pytest.raises(KvjaxError, match=r"model.gguf is a GGUF file, .*checkpoints_convert convert .*model.gguf DST"):
+        find_model(str(tmp_path / "model.gguf"))
+    words = "unknown hardware 'h100x8'; did you mean 'h100'.*a100-40.*v7x.*plan --hardware h100 --mesh .*--budget 2GB"
+    with pytest.raises(KvjaxError, match=words):
         find_hardware("h100x8")
 
 

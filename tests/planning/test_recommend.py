@@ -1,7 +1,9 @@
 """A recommendation: texts, budgets, the ranking, and the whole of it on the shipped model."""
 
 import json
+import re
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -50,13 +52,27 @@ def texts(tmp_path):
 
 
 def test_a_folders_texts_are_read_in_order_without_what_is_no_text(texts):
-    assert read_texts(texts) == (CODE.strip() + "\n\n# Notes\n", 2, ["picture.bin"])
-    assert read_texts(texts / "b.py") == (CODE.strip() + "\n", 1, [])
+    out = texts.parent / "out"
+    assert read_texts(texts, out) == (CODE.strip() + "\n\n# Notes\n", 2, ["picture.bin"])
+    assert read_texts(texts / "b.py", out) == (CODE.strip() + "\n", 1, [])
     for path, words in ((texts / "picture.bin", "no UTF-8"), (texts / "none", "there are no texts")):
         with pytest.raises(KvjaxError, match=words):
-            read_texts(path)
+            read_texts(path, out)
     with pytest.raises(KvjaxError, match="holds no UTF-8 file with a text"):
-        read_texts(texts / "empty.txt")
+        read_texts(texts / "empty.txt", out)
+
+
+def test_what_recommendations_write_is_none_of_the_texts_that_they_stand_among(texts, monkeypatch):
+    expected = (CODE.strip() + "\n\n# Notes\n", 2, ["picture.bin"])
+    for name in ("out/recommend", "out/other"):
+        (texts / name).mkdir(parents=True)
+        (texts / name / "texts.txt").write_text(CODE)
+        (texts / name / "records.jsonl").write_text("{}")
+    assert read_texts(texts, texts.parent / "out") == expected
+    (texts / "out" / "other" / "records.jsonl").unlink()  # stopped before it had an answer
+    assert read_texts(texts, texts / "out" / "other") == expected
+    monkeypatch.chdir(texts)
+    assert read_texts(".", Path("out/other")) == expected
 
 
 @pytest.mark.parametrize(
@@ -117,9 +133,20 @@ def test_what_does_not_fit_is_left_out_with_the_reason(model):
     final, trial = fitted[1]
     assert 0.24 < final.bytes / planned_bytes("full", model.config, 4096, dtype="bfloat16").held["device"] <= 0.25
     assert 0.24 < trial.bytes / planned_bytes("full", model.config, 512, dtype="bfloat16").held["device"] <= 0.25
-    with pytest.raises(KvjaxError, match="no candidate takes at most 1.0%: int8"):
-        fit_candidates(model, ["int8"], Fraction(1, 100), 4096, 512, None)
-    with pytest.raises(KvjaxError, match="at most 0.0001%: int8 .* than 0.0001%. Give a larger budget"):
+    several = fit_candidates(model, ["int8", "full", "int4"], Fraction(1, 2), 512, 512, None)[1]
+    assert several == ["int8; full are left out: at their smallest they take more than 50.0%"]
+    # The tokens that it holds exactly are most of a short context.
+    _, (line,) = fit_candidates(model, ["kivi:residual=128", "int4"], Fraction(2, 5), 4096, 256, None)
+    assert (
+        line == "kivi:residual=128 is left out: at its smallest it takes more than 40.0% of 256 tokens, as they are "
+        "tried (--length)"
+    )
+    with pytest.raises(KvjaxError, match="no candidate takes at most 1.0%: int8") as error:
+        fit_candidates(model, ["int8", "int4"], Fraction(1, 100), 4096, 512, None)
+    enough = re.search(r"Give a larger budget \(at least ([0-9.]+)%\)", str(error.value))
+    fitted, _ = fit_candidates(model, ["int8", "int4"], Fraction(enough[1]) / 100, 4096, 4096, None)
+    assert [final.method for final, _ in fitted] == ["int4"]
+    with pytest.raises(KvjaxError, match=r"at most 0.0001%: int8 .* than 0.0001%. Give a larger budget \(at least"):
         fit_candidates(model, ["int8"], Fraction(1, 10**6), 4096, 512, None)
 
 
@@ -142,14 +169,20 @@ def test_a_winner_on_ones_own_texts(model, texts, tmp_path, capsys):
     said = ("contexts of 256 tokens were tried, not of 10,240", "no UTF-8 texts, and not read: picture.bin")
     said += ("10,240 tokens are beyond the 8,192 positions that testbed was made for",)
     assert all(any(words in note for note in found.notes) for words in said)
-    assert repr(found).endswith(f"recommended: {found.method}")
+    assert repr(found).endswith(f"recommended for contexts of 10,240 tokens: {found.method}")
+    assert any(
+        re.search(r"those of full [+-]0\.\d+ \([+-]\d.* to [+-]\d.* with 95% confidence\)", n) for n in found.notes
+    )
     kept = json.loads((tmp_path / "out" / "recommendation.json").read_text())
     assert kept["method"] == found.method and len(kept["rows"]) == 6
     # The same answers serve the command line, which prints the same.
     words = f"recommend testbed --texts {texts} --budget 30% --length 256 --contexts 2 --context 10k --no-speed"
     assert main([*words.split(), "--candidates", TRIED, "--out", str(tmp_path / "out")]) == 0
     printed = capsys.readouterr()
-    assert f"recommended: {found.method}" in printed.out and "recommendation.png" in printed.out
+    assert (
+        f"recommended for contexts of 10,240 tokens: {found.method}" in printed.out
+        and "recommendation.png" in printed.out
+    )
     assert (tmp_path / "out" / "recommendation.png").stat().st_size > 10_000
     assert "already holds" in printed.err
 
@@ -200,6 +233,23 @@ def test_questions_that_fit_no_length_are_not_left_out(model, texts, tmp_path):
     options = {"questions": write_questions(tmp_path, row), "length": 256, "out": tmp_path / "out", "candidates": TRIED}
     with pytest.raises(TooShort, match="none of the 1 text .* fits in 256 tokens"):
         recommend(model, texts, **options)
+
+
+def test_questions_are_read_before_candidates_are_sized(model, texts, tmp_path, monkeypatch):
+    monkeypatch.setattr(recommend_module, "fit_candidates", None)
+    questions = write_questions(tmp_path, {"text": "none.txt", "question": "How?", "answer": "so"})
+    with pytest.raises(KvjaxError, match="cannot read the text"):
+        recommend(model, texts, questions=questions, length=256, out=tmp_path / "out", candidates=TRIED)
+
+
+def test_contexts_that_share_a_short_text_are_told(model, tmp_path):
+    short = tmp_path / "short.py"
+    short.write_text(CODE[:1600])
+    options = {"length": 256, "context": 256, "candidates": "streaming_llm", "speed": False}
+    found = recommend(model, short, "50%", contexts=4, out=tmp_path / "out", **options)
+    assert any(note.startswith("the texts have room for 3 contexts of 256 tokens") for note in found.notes)
+    more = recommend(model, short, "50%", contexts=3, out=tmp_path / "out", **options)
+    assert not any("have room" in note for note in more.notes)
 
 
 def test_a_candidate_that_fails_is_left_out_and_the_others_go_on(monkeypatch):

@@ -17,6 +17,7 @@ import numpy as np
 
 from kvjax.eval.page import summary
 from kvjax.eval.page.summary import Record, Row
+from kvjax.utils.packages import import_optional
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # Okabe & Ito's that show on any background
 SHAPES = ("square", "triangle-up", "diamond", "triangle-down", "cross", "triangle-right", "triangle-left")
@@ -53,6 +54,8 @@ class Picture:
 
     def save(self, path: Path | str) -> Path:
         """Writes the chart, in the format of the path's ending (png, svg, pdf, html or json); returns the path."""
+        if Path(path).suffix.lower() not in (".html", ".json"):
+            import_optional("vl_convert", "pictures need")
         self.chart.save(str(path), scale_factor=2)
         return Path(path)
 

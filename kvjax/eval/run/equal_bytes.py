@@ -29,7 +29,7 @@ class FittedMethod(NamedTuple):
     asked: str  # the method's string, of any size
     share: Fraction
     method: str  # the same at the greatest size that fits; "" if none does
-    bytes: int  # on the device for one prompt, in bfloat16
+    bytes: int  # on the device for one prompt, in bfloat16; of the smallest size that was tried, if none fits
 
 
 class _SizeParameters(NamedTuple):
@@ -74,11 +74,13 @@ def fit_methods(
 def _fit(text: str, share: Fraction, max_bytes: int, config: Config, prompt_tokens: int) -> FittedMethod:
     def num_bytes(sizes: _SizeParameters, size: int) -> int | None:
         try:
-            return planned_bytes(sizes.format_at(size), config, prompt_tokens, dtype=DTYPE).held["device"]
+            tried.append(planned_bytes(sizes.format_at(size), config, prompt_tokens, dtype=DTYPE).held["device"])
         except KvjaxError:
             return None  # the method cannot have this size
+        return tried[-1]
 
     unchanged = planned_bytes(text, config, prompt_tokens, dtype=DTYPE).held["device"]
+    tried = [unchanged]
     parts = parse_parts(text)
     parameters = [_SizeParameters(parts, i, load_all()[part.name].size_parameters) for i, part in enumerate(parts)]
     # Numbers of tokens come before numbers of bits.
@@ -95,7 +97,8 @@ def _fit(text: str, share: Fraction, max_bytes: int, config: Config, prompt_toke
         fitted_bytes = num_bytes(sizes, size) if size else None
         if fitted_bytes is not None:
             return FittedMethod(text, share, sizes.format_at(size), fitted_bytes)
-    return FittedMethod(text, share, text, unchanged) if unchanged <= max_bytes else FittedMethod(text, share, "", 0)
+    fits = unchanged <= max_bytes
+    return FittedMethod(text, share, text if fits else "", unchanged if fits else min(tried))
 
 
 def parse_shares(text: str) -> list[Fraction]:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+
+import altair as alt
 import pytest
 
+from kvjax.errors import KvjaxError
 from kvjax.eval.page import charts, summary
 from tests.eval import fake_run
 
@@ -84,6 +88,14 @@ def test_png_files(pictures, tmp_path):
     paths = charts.write([pictures["turns-512"], pictures["needle-niah"]], tmp_path)
     assert [p.relative_to(tmp_path).as_posix() for p in paths] == ["plots/turns-512.png", "plots/needle-niah.png"]
     assert all(p.read_bytes().startswith(b"\x89PNG") for p in paths)
+
+
+def test_a_picture_without_its_library_is_an_error_with_the_command(monkeypatch, tmp_path):
+    picture = charts.Picture("methods", "methods", None, alt.Chart(alt.Data(values=[])).mark_point())
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
+    with pytest.raises(KvjaxError, match=r'pictures need vl_convert: pip install "kvjax\[eval\]"'):
+        picture.save(tmp_path / "a.png")
+    assert picture.save(tmp_path / "a.json").is_file()
 
 
 def test_a_run_of_speed_alone_has_no_charts():

@@ -153,10 +153,13 @@ def test_a_script_without_spaces_has_words_of_one_character(tmp_path):
 @pytest.mark.parametrize("name", ("code", "Chinese"))
 def test_numbers_planted_in_ones_own_text_are_spread_over_it(name, tmp_path):
     file = tmp_path / "a.txt"
-    file.write_text(CODE if name == "code" else "长城是中国古代的军事防御工程，始建于春秋战国时期。" * 200, encoding="utf-8")
+    file.write_text(
+        CODE if name == "code" else "长城是中国古代的军事防御工程，始建于春秋战国时期。" * 200, encoding="utf-8"
+    )
     cases = list(ESSAYS["planted"](BYTES, Spec((4096,), 8, questions=4, text=file)))
     contexts = [text(BYTES, case.context) for case in cases]
-    places = np.sort([[c.index(a.references[0]) / len(c) for a in case.asks] for c, case in zip(contexts, cases)])
+    answers = [[ask.references[0] for ask in case.asks] for case in cases]
+    places = np.array([[c.index(x) / len(c) for x in each] for c, each in zip(contexts, answers, strict=True)])
     assert 0.3 < np.ptp(places, axis=1).mean() < 0.9
     # Contexts begin at different places of the text, fill their length, and keep its lines.
     assert len({c[len(HEAD) : len(HEAD) + 400] for c in contexts}) == 8
