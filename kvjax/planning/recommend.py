@@ -491,6 +491,12 @@ def rank(run: RecordedRun, methods: Sequence[str]) -> tuple[str, tuple[str, ...]
     return winner, tuple(equals)
 
 
+def name_some(names: Sequence[str]) -> str:
+    """Names the first methods, and counts the others."""
+    more = [f"{len(names) - MAX_NAMED} more"] if len(names) > MAX_NAMED else []
+    return "; ".join([*names[:MAX_NAMED], *more])
+
+
 def describe(
     run: RecordedRun, rows: Comparison, winner: str, equals: Sequence[str], length: int, context: int
 ) -> list[str]:
@@ -514,7 +520,7 @@ def describe(
             line += f" ({-bits.high:+.3f} to {-bits.low:+.3f} with 95% confidence)"
         notes.append(line)
     held = {row.task: row.device_percent or 0.0 for row in rows if row.method == winner}
-    if held.get("questions", 0.0) > 1.02 * held["ppl"]:
+    if "questions" in held and held["questions"] > 1.02 * held["ppl"]:
         notes.append(
             f"texts of your questions are shorter than {length:,} tokens, so that it held {held['questions']:.0f}% of "
             f"their bytes, not {held['ppl']:.0f}%"
@@ -527,10 +533,12 @@ def describe(
             f"tokens/s, full {exact.prefill_seconds:.2g} s and {exact.tokens_per_second:,.0f} tokens/s"
         )
     if equals:
-        others = [*equals[:MAX_NAMED], *([f"{len(equals) - MAX_NAMED} more"] if len(equals) > MAX_NAMED else [])]
         notes.append(
-            f"these contexts do not tell its answers apart from those of {'; '.join(others)}: more contexts may"
+            f"these contexts do not tell its answers apart from those of {name_some(equals)}: more contexts may"
         )
+    gaps = {name: run.difference(winner, name, BITS) for name in equals}
+    if more_bits := [name for name, gap in gaps.items() if gap is not None and gap.low is not None and gap.low > 0]:
+        notes.append(f"of these, {name_some(more_bits)} take more bits per byte, with 95% confidence")
     if context > length:
         notes.append(
             f"contexts of {length:,} tokens were tried, not of {context:,}, where the same fraction of bytes may lose "

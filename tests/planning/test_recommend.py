@@ -12,6 +12,7 @@ import kvjax
 from kvjax.cli import main
 from kvjax.errors import KvjaxError, KvjaxWarning
 from kvjax.eval.page.paired_difference import RecordedRun
+from kvjax.eval.run.comparison import Comparison
 from kvjax.eval.tasks import suite
 from kvjax.eval.tasks.case import Spec, TooShort
 from kvjax.generation.memory_plan import planned_bytes
@@ -19,6 +20,7 @@ from kvjax.planning import recommend as recommend_module
 from kvjax.planning.recommend import (
     CANDIDATES,
     choose_share,
+    describe,
     describe_excess,
     fit_candidates,
     make_setting,
@@ -109,7 +111,13 @@ def test_most_right_answers_win_then_fewest_bits():
     bits = {"full": 1.0, "good": 1.01, "worse": 1.5, "bad": 1.0}
     records = [record(m, "planted", f"p{i}", score=scores[m]) for m in scores for i in range(12)]
     records += [record(m, "ppl", f"t{i}", bits=bits[m] + 0.01 * i) for m in bits for i in range(3)]
-    assert rank(RecordedRun(records), ["worse", "bad", "good"]) == ("good", ("worse",))
+    run = RecordedRun(records)
+    assert rank(run, ["worse", "bad", "good"]) == ("good", ("worse",))
+    # As many answers, and more bits in every text.
+    notes = describe(run, Comparison(()), "good", ("worse",), 512, 512)
+    assert "these contexts do not tell its answers apart from those of worse: more contexts may" in notes
+    assert "of these, worse take more bits per byte, with 95% confidence" in notes
+    assert not any("of these" in note for note in describe(run, Comparison(()), "worse", ("good",), 512, 512))
 
 
 def test_a_share_is_what_the_device_leaves(model):
