@@ -10,7 +10,8 @@ methods, whose prompts are read once for all of them; seeds are the outer loop, 
 before any has all. `results/catalogue/NAME.jsonl` has a line for each method, task and seed: the scores of its
 contexts, and one for each machine. Each piece is written as soon as it is done, a run goes on where the last one
 ended, and parts (`--part`, for the tasks of a job array) write files of their own. `NAME.fitted.json` says which size
-of each method takes which fraction.
+of each method takes which fraction. A run with no fractions takes the sizes that are written, and counts what a cache
+holds once half of a text is its prompt and half an answer, too.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from kvjax.utils.files import replace_atomically
 DECLARED = Path(__file__).with_suffix(".toml")
 RESULTS = Path(__file__).parent / "results" / "catalogue"
 FULL = equal_bytes.FULL
+AS_WRITTEN = "1"  # the fraction of a run without fractions
 
 
 class Piece(NamedTuple):
@@ -85,12 +87,15 @@ def fit(model: Model, run: Mapping[str, Any]) -> dict[str, Any]:
     path.parent.mkdir(parents=True, exist_ok=True)
     families = tomllib.loads(declared.read_text())["family"]
     for name, line in [(family["name"], line) for family in families for line in family["methods"]]:
-        shares = [share for share in run["shares"] if (line, share) not in known]
+        shares = [share for share in run["shares"] or [AS_WRITTEN] if (line, share) not in known]
         if not shares:
             continue
         try:
-            fitted = equal_bytes.fit_line(model, parse_shares(",".join(shares)), run["length"], name, line)
-            points += [dataclasses.asdict(point) for point in fitted]
+            if run["shares"]:
+                fitted = equal_bytes.fit_line(model, parse_shares(",".join(shares)), run["length"], name, line)
+                points += [dataclasses.asdict(point) for point in fitted]
+            else:
+                points.append(measure_written(model, run["length"], name, line))
         except KvjaxError as e:
             nothing = {"family": name, "settings": line, "method": "", "device_bytes": 0, "host_bytes": 0}
             points += [nothing | {"share": share, "why": str(e)} for share in shares]
@@ -98,6 +103,17 @@ def fit(model: Model, run: Mapping[str, Any]) -> dict[str, Any]:
         with replace_atomically(path) as file:
             file.write((json.dumps(about | {"points": points}, indent=0) + "\n").encode())
     return about | {"points": points}
+
+
+def measure_written(model: Model, length: int, family: str, line: str) -> dict[str, Any]:
+    """Counts the bytes of a method at the size that is written: the fields of a `Point`, and `answer_bytes`.
+
+    `answer_bytes` are those on the device after an answer as long as its prompt, `length` tokens together.
+    """
+    held = planned_bytes(line, model.config, length, dtype=DTYPE).held
+    point = equal_bytes.Point(family, line, AS_WRITTEN, line, held["device"], held["pinned_host"])
+    answered = planned_bytes(line, model.config, length // 2, capacity=length, dtype=DTYPE).total["device"]
+    return dataclasses.asdict(point) | {"answer_bytes": answered}
 
 
 def read_fitted(run: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,9 @@ from docs.generate.catalogue import (
     choose_front,
     chosen_table,
     draw_picture,
+    forms_page,
     front_tables,
+    read_forms,
     read_results,
     summary,
 )
@@ -59,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.out is not None:
             (args.out / f"catalogue.{name}.png").write_bytes(draw_picture(result))
     print(f"## The front\n\n{front_tables(results)}")
+    for name, result in read_forms().items():
+        print(f"\n{forms_page(name, result)}")
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ from kvjax.generation.memory_plan import planned_bytes
 FAMILIES = Path(__file__).with_suffix(".toml")
 RESULTS = Path(__file__).parent / "results" / "equal_bytes.json"
 FULL = "full"
-SEEDLESS = ("ppl",)  # tasks whose cases no seed changes
+SEEDLESS = ("ppl", "long_answer")  # tasks whose cases no seed changes
 TASKS = ("niah", "ruler.vt", "turns", "ppl")
 NEEDLES = ("niah", "niah.essays")  # tasks with a case for each depth
 

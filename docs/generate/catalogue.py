@@ -25,6 +25,7 @@ USES = {
     "ruler.niah_multikey_1": "one key of many",
     "ruler.vt": "a chain of variables",
     "ppl": "a long text goes on",
+    "long_answer": "one long answer",
     "humaneval.bits": "code goes on",
 }
 """Task -> what someone does who cares for it, in the order of the table."""
@@ -36,8 +37,19 @@ FRONT = (12, 4)  # methods on the device alone, and with host memory, that are m
 
 
 def read_results() -> dict[str, Result]:
-    """Reads the runs of catalogue.toml that have records: name -> result."""
-    declared = catalogue.read_declared(None).items()
+    """Reads the runs of catalogue.toml at equal bytes that have records: name -> result."""
+    return _read_runs(at_equal_bytes=True)
+
+
+def read_forms() -> dict[str, Result]:
+    """Reads the runs in the sizes that are written, as `read_results` does."""
+    return _read_runs(at_equal_bytes=False)
+
+
+def _read_runs(at_equal_bytes: bool) -> dict[str, Result]:
+    declared = [
+        (name, run) for name, run in catalogue.read_declared(None).items() if bool(run["shares"]) == at_equal_bytes
+    ]
     documents = {name: catalogue.sum_up(run) for name, run in declared if catalogue.read_lines(name)}
     return {name: Result(document) for name, document in documents.items() if document["tasks"]}
 
@@ -272,6 +284,44 @@ How many methods of each family answer less than the exact cache, by an interval
 """
 
 
+def forms_table(result: Result) -> str:
+    """The forms of each method: bytes, scores, and the differences from the method's first form with intervals."""
+    tasks, full = find_uses(result), result.document["full_bytes"]
+    heads = ["form", "of a prompt", "half an answer", *(equal_bytes.TITLES[task] for task in tasks)]
+    exact = [_format_exact(result, task) for task in tasks]
+    lines = [f"| {' | '.join(heads)} |", "|---|" + "---:|" * (len(heads) - 1)]
+    lines.append(f"| `{FULL}` | 100% | 100% | {' | '.join(exact)} |")
+    for family in result.families:
+        first, *others = result.points(family)
+        for point in (first, *others):
+            cells = [f"{point[name] / full:.1%}" for name in ("device_bytes", "answer_bytes")]
+            for task in tasks:
+                score = format_score(task, result.score(point["method"], task)[0])
+                if point in others:
+                    difference = result.paired_difference(point["method"], first["method"], task)
+                    score += f"; {equal_bytes.format_difference(task, *difference)}"
+                cells.append(score)
+            lines.append(f"| `{point['method']}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def forms_page(name: str, result: Result) -> str:
+    """The site's page of a run whose families are forms of one method."""
+    length = result.document["length"]
+    return f"""# Forms of one method: {result.title}, {length:,} tokens
+
+`python -m experiments.catalogue --only {name}` measured this. The first form of a method is kvjax's default; others
+follow its paper or its public code, or are asked for. Bytes are those on the device, as parts of the exact cache's,
+both in bfloat16: of a prompt of {length:,} tokens, and of a prompt of {length // 2} tokens with an answer of as many.
+Scores are percent right, and bits per byte above the exact cache's. Behind a semicolon stand the differences from the
+method's first form, paired by context, with 95% intervals.
+
+{result.counts()}; {"; ".join(result.document["machines"])}.
+
+{forms_table(result)}
+"""
+
+
 def page(name: str, result: Result) -> str:
     """The site's page of a run."""
     tables = "\n\n".join(f"## {x} of the bytes\n\n{equal_bytes.fraction_table(result, x)}" for x in result.fractions)
@@ -295,15 +345,20 @@ over contexts stand in brackets: Wilson's, and of bits per byte Student's of dif
 
 def menu() -> list[dict[str, str]]:
     """The entries of the site's menu: title -> path."""
+    runs = [("The catalogue", read_results()), ("Forms of one method", read_forms())]
     return [
-        {f"The catalogue, {result.title}, {result.document['length']:,} tokens": f"catalogue.{name}.md"}
-        for name, result in read_results().items()
+        {f"{title}, {result.title}, {result.document['length']:,} tokens": f"catalogue.{name}.md"}
+        for title, results in runs
+        for name, result in results.items()
     ]
 
 
 def pages() -> dict[str, str | bytes]:
-    """Path -> content: a page and a picture for each run with records."""
+    """Path -> content: a page for each run with records, and a picture for each at equal bytes."""
     results = read_results().items()
-    return {f"catalogue.{name}.md": page(name, result) for name, result in results} | {
-        f"catalogue.{name}.png": draw_picture(result) for name, result in results
-    }
+    forms = {f"catalogue.{name}.md": forms_page(name, result) for name, result in read_forms().items()}
+    return (
+        {f"catalogue.{name}.md": page(name, result) for name, result in results}
+        | forms
+        | {f"catalogue.{name}.png": draw_picture(result) for name, result in results}
+    )

@@ -26,13 +26,14 @@ TITLES = {
     "ruler.vt": "variable tracking",
     "turns": "later questions",
     "ppl": "text",
+    "long_answer": "one long answer",
     "niah.essays": "needles in essays",
     "turns.essays": "later questions on essays",
     "humaneval.bits": "HumanEval's solutions",
     "ruler.niah_multikey_1": "one key of many",
 }
 MODELS = {"testbed": "the testbed model", "smollm2-135m": "SmolLM2-135M"}
-BIT_TASKS = ("ppl", "humaneval.bits")  # tasks measured in bits per byte, above the full cache's
+BIT_TASKS = ("ppl", "long_answer", "humaneval.bits")  # tasks measured in bits per byte, above the full cache's
 SMALLER_FRACTIONS = ("1/32", "1/64", "1/128")  # ticks for methods that leave nearly everything on the host
 BIT_TICKS = (0, 0.01, 0.03, 0.1, 0.3, 1, 3)  # bits per byte above the full cache's; linear up to the second
 MARKERS = "osD^v<>P*Xhpd|+"
@@ -162,12 +163,13 @@ def difference_table(result: Result, fraction: str) -> str:
     lines = [f"| method | {' | '.join(TITLES[task] for task in tasks)} |", "|---|" + "---:|" * len(tasks)]
     for family in result.families:
         for point in result.points(family, fraction):
-            cells = [_difference(task, *result.difference(point["method"], task)) for task in tasks]
+            cells = [format_difference(task, *result.difference(point["method"], task)) for task in tasks]
             lines.append(f"| `{point['method']}` | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def _difference(task: str, mean: float, interval: Interval | None) -> str:
+def format_difference(task: str, mean: float, interval: Interval | None) -> str:
+    """A difference of scores with its interval, for a cell."""
     form = "{:+.3f}" if task in BIT_TASKS else "{:+.1f}"
     return form.format(mean) + ("" if interval is None else " ({} to {})".format(*map(form.format, interval)))
 

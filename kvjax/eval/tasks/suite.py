@@ -54,6 +54,7 @@ SYNTHETIC: dict[str, Maker] = {
     "niah": haystack.niah,
     **{name: bind_maker(_make_recall_cases, name, doc) for name, doc in RECALL_TASKS.items()},
     "ppl": texts.ppl,
+    "long_answer": texts.long_answer,
     **texts.COMPLETION,
 }
 """The tasks that need no download."""

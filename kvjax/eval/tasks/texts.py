@@ -1,16 +1,17 @@
-"""Tasks of plain text: perplexity and code completion."""
+"""Tasks of plain text: perplexity, one long answer, and code completion."""
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from kvjax.errors import KvjaxError
 from kvjax.eval.tasks import symbols
-from kvjax.eval.tasks.case import Ask, Case, Maker, Spec, bind_maker
+from kvjax.eval.tasks.case import Ask, Case, Maker, Spec, bind_maker, check_lengths
 from kvjax.eval.tasks.encoding import context_ids, find_largest, prompt_ids
 from kvjax.models.model import Model
 
@@ -24,24 +25,34 @@ COMPLETE, NEXT = "Please complete the code given below. \n", "Next line of code:
 
 def ppl(model: Model, spec: Spec) -> Iterator[Case]:
     """Sliding perplexity: tokens predicted after contexts at even distances in a text, in bits per byte."""
+    return _continuations("ppl", model, spec, lambda length: (length, min(PREDICTED_TOKENS, length)))
+
+
+def long_answer(model: Model, spec: Spec) -> Iterator[Case]:
+    """One long answer: the second half of a text after its first half, token by token, in bits per byte."""
+    check_lengths(spec)
+    return _continuations("long_answer", model, spec, lambda length: (length // 2, length - length // 2))
+
+
+def _continuations(task: str, model: Model, spec: Spec, divide: Callable[[int], tuple[int, int]]) -> Iterator[Case]:
+    """Cuts windows of a text; `divide` gives the tokens of a context and of what follows it for each length."""
     make_windows = _byte_windows if symbols.knows_symbols(model) else _text_windows
     for length in spec.lengths:
-        num_predicted = min(PREDICTED_TOKENS, length)
-        windows, num_tokens = make_windows(model, spec, length, num_predicted)
+        context, num_predicted = divide(length)
+        windows, num_tokens = make_windows(model, spec, context, num_predicted)
         if not windows:
-            raise _too_few_tokens(spec, num_tokens, length, num_predicted)
+            fits = bisect.bisect_right(range(1, num_tokens + 1), num_tokens, key=lambda n: sum(divide(n)))
+            raise _too_few_tokens(spec, num_tokens, f"{context:,} with {num_predicted} to predict", fits)
         for i, (ids, num_bytes) in enumerate(windows):
-            key, about = f"ppl/{length}/{i}", {"length": length}
-            yield Case("ppl", key, ids[:length], follows=ids[length:], bytes=num_bytes, about=about)
+            key, about = f"{task}/{length}/{i}", {"length": length}
+            yield Case(task, key, ids[:context], follows=ids[context:], bytes=num_bytes, about=about)
 
 
-def _too_few_tokens(spec: Spec, num_tokens: int, length: int, num_predicted: int) -> KvjaxError:
+def _too_few_tokens(spec: Spec, num_tokens: int, context: str, most: int) -> KvjaxError:
     name = "the held-out source code" if spec.text is None else f"--text {spec.text}"
-    most = max(num_tokens - PREDICTED_TOKENS, num_tokens // 2, 1) if num_predicted else num_tokens
-    more = f" with {num_predicted} to predict" if num_predicted else ""
     return KvjaxError(
-        f"{name} has {num_tokens:,} tokens, too few for a context of {length:,}{more}; "
-        f"use a length of at most {most:,}, or a longer --text"
+        f"{name} has {num_tokens:,} tokens, too few for a context of {context}; "
+        f"use a length of at most {max(most, 1):,}, or a longer --text"
     )
 
 
@@ -98,7 +109,7 @@ def make_completion(task: str, model: Model, spec: Spec) -> Iterator[Case]:
         target = int(symbols.instance_generator(spec, "completion", length, i).choice(candidates))
         context, prompt, is_enough = cut(model, lines, target, length)
         if not is_enough:
-            raise _too_few_tokens(spec, len(context), length, 0)
+            raise _too_few_tokens(spec, len(context), f"{length:,}", len(context))
         reference = lines[target].strip() if metric == "exact" else lines[target].rstrip()
         ask = Ask(prompt, metric, (reference,), NEW_BYTES if has_symbols else NEW_TOKENS, stop)
         yield Case(task, f"{task}/{length}/{i}", context, (ask,), about={"length": length})

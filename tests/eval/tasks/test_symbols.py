@@ -99,7 +99,7 @@ def test_names_of_ruler_mean_the_same_in_both_forms():
     from kvjax.eval.tasks import ruler
 
     assert {n for n in SYMBOL_TASKS if not n.startswith("symbols.")} == set(ruler.TASKS)
-    assert {"niah", "ppl", "completion", "completion.exact", *SYMBOL_TASKS} == set(SYNTHETIC)
+    assert {"niah", "ppl", "long_answer", "completion", "completion.exact", *SYMBOL_TASKS} == set(SYNTHETIC)
     assert all(maker.__doc__ for maker in SYNTHETIC.values())
 
 

@@ -51,6 +51,23 @@ def test_windows_of_text(model):
 
 
 @ALL
+def test_a_long_answer_is_the_second_half_of_a_window(model, tmp_path):
+    cases = make_cases("long_answer", model, Spec((200, 301), 3))
+    assert [c.key for c in cases] == [f"long_answer/{n}/{i}" for n in (200, 301) for i in range(3)]
+    assert [(len(c.context), len(c.follows)) for c in cases[::3]] == [(100, 100), (150, 151)]
+    assert all(c.bytes == len(body(model, c.follows).encode()) for c in cases)
+    file = tmp_path / "text.txt"
+    file.write_text("x = 1\n" * 100)
+    with pytest.raises(KvjaxError, match=r"too few for a context of 2,500 with 2500 to predict") as e:
+        make_cases("long_answer", model, Spec((5000,), 1, text=file))
+    most = int(str(e.value).split("at most ")[1].split(",")[0])
+    (case,) = make_cases("long_answer", model, Spec((most,), 1, text=file))
+    assert len(case.context) + len(case.follows) == most
+    with pytest.raises(TooShort):
+        make_cases("long_answer", model, Spec((15,), 1))
+
+
+@ALL
 def test_windows_of_a_file_do_not_overlap(model, tmp_path):
     file = tmp_path / "text.txt"
     file.write_text("".join(f"line {i} of na\u00efve text\n" for i in range(60)), encoding="utf-8")

@@ -119,11 +119,13 @@ def test_a_seed_counts_once_every_method_has_it(results):
 def test_the_menu_of_the_site_has_the_pages_that_are_made(monkeypatch):
     document = {"model": "testbed", "length": 2048}
     monkeypatch.setattr(page, "read_results", lambda: {"tiny": Result(document)})
+    monkeypatch.setattr(page, "read_forms", lambda: {"forms": Result(document)})
     config = hooks.on_config(
         SimpleNamespace(nav=[{"Methods": "methods/index.md"}, {"Results": ["results.md", "a.md"]}])
     )
     entry = {"The catalogue, the testbed model, 2,048 tokens": "catalogue.tiny.md"}
-    assert config.nav[1]["Results"] == ["results.md", entry, "a.md"]
+    forms = {"Forms of one method, the testbed model, 2,048 tokens": "catalogue.forms.md"}
+    assert config.nav[1]["Results"] == ["results.md", entry, forms, "a.md"]
 
 
 def test_the_front_takes_the_best_of_each_use_in_turn():
@@ -223,6 +225,33 @@ def test_a_run_like_another_has_its_fields_and_records_of_its_own(results):
     assert [len(catalogue.read_lines(name)) for name in ("tiny", "tiny.1")] == [2, 1]
 
 
+def test_forms_have_the_sizes_that_are_written_and_are_compared_with_the_first(results, capsys):
+    declared, folder = results.parent / "catalogue.toml", results.parent
+    (folder / "forms.toml").write_text(
+        '[[family]]\nname = "A"\nmethods = ["streaming_llm:recent=28", "sinks_and_recent:budget=32"]\n'
+    )
+    declared.write_text(
+        declared.read_text()
+        + '\n[[run]]\nname = "forms"\nlike = "tiny"\nshares = []\nmethods = "forms.toml"\n'
+        + '[[run.task]]\nname = "long_answer"\ncontexts = 2\nseeds = 1\n'
+    )
+    catalogue.main(["--only", "forms"])
+    run = catalogue.read_declared("forms")["forms"]
+    constant, growing = catalogue.read_fitted(run)["points"]
+    assert (constant["method"], growing["method"]) == ("streaming_llm:recent=28", "sinks_and_recent:budget=32")
+    assert constant["answer_bytes"] < growing["answer_bytes"]  # which holds its 32 tokens and all 48 of the answer
+    full = catalogue.read_fitted(run)["full_bytes"]
+    assert growing["answer_bytes"] / full == pytest.approx(80 / 96, rel=0.01)
+    (result,) = page.read_forms().values()
+    assert not page.read_results()  # neither the tables at equal bytes nor the front are made of forms
+    first, other = (result.contexts(p["method"], "long_answer") for p in (constant, growing))
+    capsys.readouterr()
+    catalogue_tables.main([])
+    row = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("| `sinks_and_recent:budget=32`"))
+    assert f" 83.3% | {(other - result.contexts('full', 'long_answer')).mean():+.3f}; " in row
+    assert f"; {(other - first).mean():+.3f} (" in row and first.mean() != other.mean()
+
+
 def test_sizes_that_were_fitted_to_another_length_are_refused(results):
     catalogue.main(["--minutes", "0"])
     declared = results.parent / "catalogue.toml"
@@ -240,4 +269,4 @@ def test_the_declared_runs_are_of_tasks_and_methods_that_there_are():
     for run in catalogue.read_declared(None).values():
         catalogue.suite.expand([task["name"] for task in run["task"]])
         assert tomllib.loads((catalogue.Path(catalogue.__file__).parent / run["methods"]).read_text())["family"]
-        assert catalogue.parse_shares(",".join(run["shares"]))
+        assert not run["shares"] or catalogue.parse_shares(",".join(run["shares"]))
