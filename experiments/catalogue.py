@@ -73,7 +73,7 @@ def fit(model: Model, run: Mapping[str, Any]) -> dict[str, Any]:
       What `NAME.fitted.json` holds: the model, the dtype and bytes of its exact cache, and as `points` the fields of an
       `equal_bytes.Point` for each method and fraction, with `why` where a method cannot serve the model.
     """
-    path, declared = RESULTS / f"{run['name']}.fitted.json", DECLARED.parent / run["methods"]
+    path, declared = fitted_path(run), DECLARED.parent / run["methods"]
     full = planned_bytes(FULL, model.config, run["length"], dtype=DTYPE).held["device"]
     about = {"model": run["model"], "length": run["length"], "full_bytes": full}
     about |= {"computed_in": model.dtype.name, "bytes_in": DTYPE}
@@ -116,9 +116,14 @@ def measure_written(model: Model, length: int, family: str, line: str) -> dict[s
     return dataclasses.asdict(point) | {"answer_bytes": answered}
 
 
+def fitted_path(run: Mapping[str, Any]) -> Path:
+    """The file of what `fit` writes."""
+    return RESULTS / f"{run['name']}.fitted.json"
+
+
 def read_fitted(run: Mapping[str, Any]) -> dict[str, Any]:
     """Reads what `fit` wrote."""
-    return json.loads((RESULTS / f"{run['name']}.fitted.json").read_text())
+    return json.loads(fitted_path(run).read_text())
 
 
 def read_lines(name: str) -> list[dict[str, Any]]:
@@ -140,6 +145,8 @@ def sum_up(run: Mapping[str, Any]) -> dict[str, Any]:
     fitted, lines = read_fitted(run), read_lines(run["name"])
     failed = {x["method"]: x["failed"] for x in lines if "failed" in x}
     methods = {FULL} | {p["method"] for p in fitted["points"] if p["method"]} - failed.keys()
+    if not run["shares"]:  # the bytes of a form are known before it is measured
+        methods &= {FULL} | {x["method"] for x in lines}
     measured = {(x["task"], x["seed"], x["method"]): x["scores"] for x in lines if "scores" in x}
     cases = [(task["name"], seed) for task in run["task"] for seed in seeds_of(run, task)]
     cases = [case for case in cases if all((*case, method) in measured for method in methods)]

@@ -38,20 +38,19 @@ FRONT = (12, 4)  # methods on the device alone, and with host memory, that are m
 
 def read_results() -> dict[str, Result]:
     """Reads the runs of catalogue.toml at equal bytes that have records: name -> result."""
-    return _read_runs(at_equal_bytes=True)
+    declared = catalogue.read_declared(None).items()
+    documents = {name: catalogue.sum_up(run) for name, run in declared if run["shares"] and catalogue.read_lines(name)}
+    return {name: Result(document) for name, document in documents.items() if document["tasks"]}
 
 
 def read_forms() -> dict[str, Result]:
-    """Reads the runs in the sizes that are written, as `read_results` does."""
-    return _read_runs(at_equal_bytes=False)
-
-
-def _read_runs(at_equal_bytes: bool) -> dict[str, Result]:
-    declared = [
-        (name, run) for name, run in catalogue.read_declared(None).items() if bool(run["shares"]) == at_equal_bytes
-    ]
-    documents = {name: catalogue.sum_up(run) for name, run in declared if catalogue.read_lines(name)}
-    return {name: Result(document) for name, document in documents.items() if document["tasks"]}
+    """Reads the runs in the sizes that are written, of which bytes are known before scores: name -> result."""
+    declared = catalogue.read_declared(None).items()
+    return {
+        name: Result(catalogue.sum_up(run))
+        for name, run in declared
+        if not run["shares"] and catalogue.fitted_path(run).exists()
+    }
 
 
 def rank_methods(result: Result, task: str, fraction: str) -> list[Mapping[str, Any]]:
@@ -288,16 +287,18 @@ def forms_table(result: Result) -> str:
     """The forms of each method: bytes, scores, and the differences from the method's first form with intervals."""
     tasks, full = find_uses(result), result.document["full_bytes"]
     heads = ["form", "of a prompt", "half an answer", *(equal_bytes.TITLES[task] for task in tasks)]
-    exact = [_format_exact(result, task) for task in tasks]
-    lines = [f"| {' | '.join(heads)} |", "|---|" + "---:|" * (len(heads) - 1)]
-    lines.append(f"| `{FULL}` | 100% | 100% | {' | '.join(exact)} |")
-    for family in result.families:
-        first, *others = result.points(family)
+    exact = ["100%", "100%", *(_format_exact(result, task) for task in tasks)]
+    lines = [f"| {' | '.join(heads)} |", "|---|" + "---:|" * (len(heads) - 1), f"| `{FULL}` | {' | '.join(exact)} |"]
+    families: dict[str, list[Mapping[str, Any]]] = {}
+    for point in result.document["points"]:
+        if point["method"]:
+            families.setdefault(point["family"], []).append(point)
+    for first, *others in families.values():
         for point in (first, *others):
             cells = [f"{point[name] / full:.1%}" for name in ("device_bytes", "answer_bytes")]
             for task in tasks:
                 score = format_score(task, result.score(point["method"], task)[0])
-                if point in others:
+                if score and point in others and len(result.contexts(first["method"], task)):
                     difference = result.paired_difference(point["method"], first["method"], task)
                     score += f"; {equal_bytes.format_difference(task, *difference)}"
                 cells.append(score)
@@ -314,9 +315,9 @@ def forms_page(name: str, result: Result) -> str:
 follow its paper or its public code, or are asked for. Bytes are those on the device, as parts of the exact cache's,
 both in bfloat16: of a prompt of {length:,} tokens, and of a prompt of {length // 2} tokens with an answer of as many.
 Scores are percent right, and bits per byte above the exact cache's. Behind a semicolon stand the differences from the
-method's first form, paired by context, with 95% intervals.
+method's first form, paired by context, with 95% intervals; empty cells were not measured.
 
-{result.counts()}; {"; ".join(result.document["machines"])}.
+Contexts: {result.counts() or "none yet"}{"; ".join(["", *result.document["machines"]])}.
 
 {forms_table(result)}
 """

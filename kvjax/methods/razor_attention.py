@@ -90,8 +90,9 @@ def razor_attention(
 
     Differs:
       The buffer's size is set once, when the prompt ends, and all heads hold decoded tokens, n more for an answer of n
-      tokens, where the paper averages those that leave the buffer. There is no code of the authors'. Unverified: that
-      the averaged token counts N_d times, as remembered of the paper; Huawei's golden-stick counts it once.
+      tokens, where the paper averages those that leave the buffer; `duo_attention` has what that costs. There is no
+      code of the authors'. Unverified: that the averaged token counts N_d times, as remembered of the paper; Huawei's
+      golden-stick counts it once.
 
     Args:
       recent: last tokens that the other heads keep (the paper: 4000).

@@ -60,7 +60,8 @@ def rocketkv(
       The prompt's last queries choose for all turns: what they pass over is gone for later questions. The authors'
       RocketKV-MT holds every token, as much as `full`, and the last queries of each turn choose anew which tokens its
       answer looks through; with a `budget` of the whole text an answer here looks through all of them, at the same
-      memory. Whole pages are read instead of single tokens, and always the query's own; the page length is fixed,
+      memory. At 1,024 tokens of SmolLM2-135M that is 126% of the exact cache's bytes, boxes included, and 31% with
+      budget=256. Whole pages are read instead of single tokens, and always the query's own; the page length is fixed,
       whatever the length of the text.
 
     Args:

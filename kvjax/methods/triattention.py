@@ -136,9 +136,11 @@ def triattention(
     Differs:
       Without a `table` statistics come from a sequence's own queries, all of the prompt's and, while decoding, the last
       `every`, which are held; the authors calibrate them once per model, as `table` does, and keep them in a file of
-      their own form. Each layer and head selects for itself, the authors' `per_layer_per_head`, where by default a head
-      selects for all layers; all keep the same number in both. As in their vLLM plugin the prompt competes with the
-      answer; their code for transformers keeps all of it, and compresses at positions that are multiples of `every`.
+      their own form. The held queries raise what 1,024 tokens take of the exact cache's bytes from 25% to 44%
+      (SmolLM2-135M, budget=256). Each layer and head selects for itself, the authors' `per_layer_per_head`, where by
+      default a head selects for all layers; all keep the same number in both. As in their vLLM plugin the prompt
+      competes with the answer; their code for transformers keeps all of it, and compresses at positions that are
+      multiples of `every`.
 
     Args:
       budget: as in `make_selection` (the authors' plugin: 2,048).
