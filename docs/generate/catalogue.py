@@ -151,7 +151,7 @@ def front_table(results: Sequence[Result], task: str) -> str:
 
     Bold cells are not told apart from the exact cache; methods with host memory come last, and say so.
     """
-    columns = [(result, fraction) for result in results for fraction in result.fractions]
+    columns = [(result, x) for result in results for x in result.fractions if result.points(fraction=x)]
     rows: dict[str, list[str]] = {}
     means: dict[str, list[float]] = {}
     hosted: set[str] = set()
