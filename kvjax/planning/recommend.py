@@ -35,7 +35,8 @@ from kvjax.planning.device_bytes import Setting, count_device_bytes
 from kvjax.planning.hardware import find_hardware
 from kvjax.planning.models import PlannedModel
 from kvjax.planning.plan_command import parse_tokens
-from kvjax.registry.strings import Methods, parse, resolve
+from kvjax.registry.loading import load_all
+from kvjax.registry.strings import Methods, format_methods, parse, parse_parts, resolve
 from kvjax.utils import arguments, display
 from kvjax.utils.files import expand_user, make_folder, write_text
 from kvjax.utils.keywords import checks_keywords
@@ -445,6 +446,14 @@ def fit_candidates(
             left_out.append(f"{final.method} is left out: {problem}")
         elif all(trial.method != other.method for _, other in fitted):
             fitted.append((final, trial))
+    codecs = {final.method for final, _ in fitted}
+    whole = {
+        final.method: rest for final, _ in fitted if (rest := drop_whole_selection(final.method, context)) in codecs
+    }
+    fitted = [(final, trial) for final, trial in fitted if final.method not in whole]
+    left_out += [
+        f"{method} is left out: it keeps every token, as {rest} does in no more bytes" for method, rest in whole.items()
+    ]
     has_windows = any(kind.attention.rule.window is not None for kind in model.config.kinds)
     windows = "; layers with sliding windows hold the whole window" if has_windows else ""
     for tokens, (them, _) in too_large.items():
@@ -461,6 +470,13 @@ def fit_candidates(
             "longer context, or other candidates"
         )
     return fitted, left_out
+
+
+def drop_whole_selection(method: str, context: int) -> str:
+    """Returns a method without its part that keeps all tokens of a context; empty where none does, or it is alone."""
+    parts, entries = parse_parts(method), load_all()
+    others = [p for p in parts if context not in (p.values.get(name) for name in entries[p.name].size_parameters)]
+    return format_methods(others) if 0 < len(others) < len(parts) else ""
 
 
 def describe_excess(setting: Setting, method: str, context: int) -> str:

@@ -158,6 +158,15 @@ def test_what_does_not_fit_is_left_out_with_the_reason(model):
         fit_candidates(model, ["int8"], Fraction(1, 10**6), 4096, 512, None)
 
 
+def test_a_selection_that_keeps_every_token_is_not_tried_beside_its_codec(model):
+    names, sizes = ["keydiff + int4", "int4", "snapkv + int8"], (Fraction(1, 2), 512, 512, None)
+    fitted, left_out = fit_candidates(model, names, *sizes)
+    assert [final.method for final, _ in fitted][:1] == ["int4"] and len(fitted) == 2
+    assert left_out == ["keydiff:budget=512 + int4 is left out: it keeps every token, as int4 does in no more bytes"]
+    ((final, _),), none = fit_candidates(model, names[:1], *sizes)  # nothing else holds these codes
+    assert final.method == "keydiff:budget=512 + int4" and not none
+
+
 def test_the_candidates_are_methods_of_many_sizes(model):
     fitted, left_out = fit_candidates(model, CANDIDATES, Fraction(1, 4), 1024, 1024, None)
     assert len(fitted) >= 8, left_out
