@@ -4,7 +4,9 @@ The file is a safetensors file. Its arrays are named by layer, as in `3.bases`; 
 it is and for which model it was made: `layers`, `kv_heads`, `groups`, `head_dim` and, where values are of another width
 than keys, `value_dim`. `write` makes one.
 
-Some tables ship with kvjax, below `kvjax/tables/`: each kind has one for the shipped model, and small examples.
+Some tables ship with kvjax, below `kvjax/tables/`: each kind has one for the shipped model, and small examples. The
+environment variable KVJAX_TABLES names a folder of one's own tables, which is laid out alike (`KIND/NAME.safetensors`)
+and comes first.
 
 Some kinds are also read from the files that a method's authors publish, which have names of their own for the arrays.
 """
@@ -14,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
@@ -31,7 +34,7 @@ SPEC_FIELDS = {"layers": "num_layers", "kv_heads": "num_kv_heads", "groups": "nu
 """The file's metadata about the model -> the field of `LayerSpec`."""
 
 SHIPPED = "shipped"
-"""The path that stands for the tables that ship with kvjax; a layer takes the table that fits the model."""
+"""The path that stands for the tables of KVJAX_TABLES and those that ship with kvjax; a layer takes one that fits."""
 
 SHIPPED_TABLES = Path(__file__).parents[2] / "tables"
 """Their folder, with a folder for each kind."""
@@ -128,7 +131,7 @@ class TableFile:
     def _files(self) -> list[Path]:
         if self.path != SHIPPED:
             return [expand_user(self.path)]
-        return sorted((SHIPPED_TABLES / self.kind).glob("*.safetensors"))
+        return _list_tables(_own_tables(), self.kind) + _list_tables(SHIPPED_TABLES, self.kind)
 
     def at(self, spec: LayerSpec) -> TableFile:
         """Returns the table bound to one layer, which therefore has a compiled program of its own."""
@@ -176,14 +179,21 @@ class TableFile:
         """Reads all arrays of the file, or of the shipped file that fits the model."""
         model = _describe_model(spec)
         if self.path == SHIPPED:
-            for file in self._files():
-                metadata, arrays = _read(str(file), self.digest)
-                if metadata.items() >= model.items() and metadata.get("value_dim") == model.get("value_dim"):
-                    return arrays
+            wanted = {"value_dim": None, "kind": self.kind} | model
+            for folder in (_own_tables(), SHIPPED_TABLES):
+                tables = {file: _read(str(file), self.digest) for file in _list_tables(folder, self.kind)}
+                fitting = [f for f, (data, _) in tables.items() if all(data.get(k) == v for k, v in wanted.items())]
+                if len(fitting) > 1 and folder != SHIPPED_TABLES:
+                    raise KvjaxError(
+                        f"{fitting[0]} and {fitting[1].name} fit a model of this shape both; give the path of one as "
+                        "table=..., or move the other out of KVJAX_TABLES"
+                    )
+                if fitting:
+                    return tables[fitting[0]][1]
             shape = ", ".join(f"{name}={value}" for name, value in model.items())
             raise KvjaxError(
                 f"kvjax ships no table of {self.kind} for a model of {shape}; make one, as with `kvjax calibrate "
-                f"{self.kind}`, and give its path as table=..."
+                f"{self.kind}`, and give its path as table=..., or put it into the folder {self.kind} of KVJAX_TABLES"
             )
         metadata, arrays = _read(str(expand_user(self.path)), self.digest)
         if metadata.get("format") != FORMAT and self.kind in PUBLISHED_READERS:
@@ -200,6 +210,19 @@ class TableFile:
                     f"{name}={value}; make a table for this model, as with `kvjax calibrate`"
                 )
         return arrays
+
+
+def _own_tables() -> Path | None:
+    """Returns the folder that KVJAX_TABLES names, if it names one."""
+    if not (name := os.environ.get("KVJAX_TABLES")):
+        return None
+    if not (folder := expand_user(name)).is_dir():
+        raise KvjaxError(f"KVJAX_TABLES names {name}, and there is no such folder; make it, or unset the variable")
+    return folder
+
+
+def _list_tables(folder: Path | None, kind: str) -> list[Path]:
+    return [] if folder is None else sorted((folder / kind).glob("*.safetensors"))
 
 
 @functools.lru_cache(maxsize=16)

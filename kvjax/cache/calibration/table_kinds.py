@@ -41,7 +41,7 @@ class TableKind:
 
     @classmethod
     def table_file(cls, path: str) -> TableFile:
-        """Returns the table of this kind in a file; "shipped" for the tables that ship with kvjax."""
+        """Returns the table of this kind in a file; "shipped" for those of KVJAX_TABLES and those that ship."""
         return TableFile(path, cls.name)
 
     def documents(self, vocabulary: int, positions: int) -> list[list[int]] | None:

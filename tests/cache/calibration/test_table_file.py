@@ -42,6 +42,38 @@ def test_equal_content_is_an_equal_table_wherever_it_lies(path, tmp_path):
     assert TableFile(str(other), "heads") != TableFile(path, "heads") != TableFile(path, "bases")
 
 
+def test_tables_of_ones_own_come_before_those_that_ship(tmp_path, monkeypatch):
+    def write(folder, name, number, spec=SPEC):
+        (tmp_path / folder / "heads").mkdir(parents=True, exist_ok=True)
+        rows = [{"weights": np.full(layer.K, number, np.float32)}] * 2
+        table_file.write(tmp_path / folder / "heads" / f"{name}.safetensors", "heads", spec, rows)
+
+    def read():
+        return TableFile("shipped", "heads").layer_arrays(SPEC, weights=(layer.K,))["weights"][0]
+
+    monkeypatch.setattr(table_file, "SHIPPED_TABLES", tmp_path / "shipped")
+    write("shipped", "a", 1.0)
+    write("own", "of_another_model", 2.0, dataclasses.replace(SPEC, head_dim=64))
+    shipped = TableFile("shipped", "heads")
+    assert read() == 1.0
+    monkeypatch.setenv("KVJAX_TABLES", str(tmp_path / "own"))
+    assert read() == 1.0
+    write("own", "b", 3.0)
+    assert read() == 3.0 and TableFile("shipped", "heads") != shipped
+    (tmp_path / "own" / "bases").mkdir()
+    (tmp_path / "own" / "bases" / "heads.safetensors").write_bytes(
+        (tmp_path / "own" / "heads" / "b.safetensors").read_bytes()
+    )
+    with pytest.raises(KvjaxError, match="ships no table of bases .* or put it into the folder bases of KVJAX_TABLES"):
+        TableFile("shipped", "bases").layer_arrays(SPEC)
+    write("own", "c", 4.0)
+    with pytest.raises(KvjaxError, match="b.safetensors and c.safetensors fit a model of this shape both; give"):
+        read()
+    monkeypatch.setenv("KVJAX_TABLES", str(tmp_path / "none"))
+    with pytest.raises(KvjaxError, match="KVJAX_TABLES names .*none, and there is no such folder; make it"):
+        read()
+
+
 @pytest.mark.parametrize(
     ("kind", "spec", "shapes", "says"),
     [
