@@ -12,6 +12,9 @@ contexts, and one for each machine. Each piece is written as soon as it is done,
 ended, and parts (`--part`, for the tasks of a job array) write files of their own. `NAME.fitted.json` says which size
 of each method takes which fraction. A run with no fractions takes the sizes that are written, and counts what a cache
 holds once half of a text is its prompt and half an answer, too.
+
+Methods that need a table of the model find one: those of the kinds in `tables` of a run are calibrated before it, once,
+into kvjax's cache folder, on documentation and source code of Python's library, which no task asks about.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ import dataclasses
 import itertools
 import json
 import math
+import os
+import pydoc_data.topics
 import random
 import re
 import time
@@ -32,7 +37,11 @@ import kvjax
 from experiments import equal_bytes
 from experiments.bench.measuring import log_progress, make_parser
 from experiments.papers.common import run_script
+from experiments.tables.build import source_code
 from kvjax import KvjaxError, Model
+from kvjax.cache.calibration.table_file import TableFile
+from kvjax.calibrate import calibrate
+from kvjax.core.compile_cache import make_cache_directory
 from kvjax.eval.run.cells import GROUP_METHODS, CellRunner, make_cells
 from kvjax.eval.run.equal_bytes import DTYPE, parse_shares
 from kvjax.eval.run.machine import machine
@@ -40,12 +49,13 @@ from kvjax.eval.run.parts import Part, parse_part
 from kvjax.eval.tasks import suite
 from kvjax.eval.tasks.case import Spec
 from kvjax.generation.memory_plan import planned_bytes
-from kvjax.utils.files import replace_atomically
+from kvjax.utils.files import make_folder, replace_atomically
 
 DECLARED = Path(__file__).with_suffix(".toml")
 RESULTS = Path(__file__).parent / "results" / "catalogue"
 FULL = equal_bytes.FULL
 AS_WRITTEN = "1"  # the fraction of a run without fractions
+TABLE_SIZES = ("contexts", "tokens")  # of the text that a run's tables are calibrated on, and of each context
 
 
 class Piece(NamedTuple):
@@ -66,27 +76,82 @@ def read_declared(only: str | None) -> dict[str, Mapping[str, Any]]:
     return runs if only is None else {only: runs[only]}
 
 
+def read_methods(run: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Reads the lines of a run, each with its family."""
+    families = tomllib.loads((DECLARED.parent / run["methods"]).read_text())["family"]
+    return [(family["name"], line) for family in families for line in family["methods"]]
+
+
+def load_model(run: Mapping[str, Any]) -> Model:
+    """Loads the model of a run. Methods find the tables of the run and no others, whoever runs it."""
+    model = kvjax.load(run["model"])
+    os.environ["KVJAX_TABLES"] = str(make_tables(model, run))
+    return model
+
+
+def make_tables(model: Model, run: Mapping[str, Any]) -> Path:
+    """Makes the tables that methods of a run need and that are not there yet; returns their folder for KVJAX_TABLES."""
+    declared = run.get("tables", {"kinds": ()})
+    settings = "".join(f".{declared[name]}" for name in TABLE_SIZES if name in declared)
+    folder = make_cache_directory(f"tables/{re.sub(r'[^a-z0-9.-]+', '_', run['model'].lower())}{settings}")
+    variants = [variant for _, line in read_methods(run) for variant in line.split(";")]
+    needed = find_kinds([kvjax.parse(variant) for variant in variants]) if declared["kinds"] else set()
+    for kind in declared["kinds"]:
+        path = folder / (name := kind.partition(":")[0]) / f"{kind}.safetensors"
+        if name not in needed or path.exists():
+            continue
+        make_folder(path.parent)
+        started = time.monotonic()
+        try:
+            calibrate(model, kind, path, calibration_documents(model, declared["contexts"], declared["tokens"]))
+            log_progress(f"{run['name']}: a table of {kind}, {time.monotonic() - started:.0f} s")
+        except KvjaxError as e:  # the methods that need it say so in `fit`
+            log_progress(f"{run['name']}: no table of {kind}: {e}")
+    return folder
+
+
+def find_kinds(value: Any) -> set[str]:
+    """Finds the kinds of table that methods read."""
+    if isinstance(value, TableFile):
+        return {value.kind}
+    fields = [getattr(value, f.name) for f in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else ()
+    return set().union(*map(find_kinds, value if isinstance(value, list | tuple) else fields))
+
+
+def calibration_documents(model: Model, contexts: int, tokens: int) -> list[list[int]]:
+    """Documents of which half are documentation and half source code of Python's library."""
+    topics, code = "\n\n".join(pydoc_data.topics.topics.values()), contexts // 2
+    # A token has fewer than 16 characters in the mean.
+    stride = max((len(topics) - 16 * tokens) // max(contexts - code, 1), 1)
+    texts = [topics[i * stride : i * stride + 16 * tokens] for i in range(contexts - code)]
+    encode = model.text_tokenizer().encode_prompt
+    return [encode(text)[:tokens] for text in [*texts, *source_code(code, 16 * tokens)]]
+
+
 def fit(model: Model, run: Mapping[str, Any]) -> dict[str, Any]:
-    """Fits all methods of a run to its fractions; what was fitted before is read.
+    """Fits all methods of a run to its fractions; what was fitted before is read, and what failed is tried again.
 
     Returns:
       What `NAME.fitted.json` holds: the model, the dtype and bytes of its exact cache, and as `points` the fields of an
       `equal_bytes.Point` for each method and fraction, with `why` where a method cannot serve the model.
     """
-    path, declared = fitted_path(run), DECLARED.parent / run["methods"]
+    path, lines = fitted_path(run), read_methods(run)
     full = planned_bytes(FULL, model.config, run["length"], dtype=DTYPE).held["device"]
     about = {"model": run["model"], "length": run["length"], "full_bytes": full}
     about |= {"computed_in": model.dtype.name, "bytes_in": DTYPE}
-    known_about = read_fitted(run) if path.exists() else about | {"points": []}
+    if "tables" in run:
+        about["tables"] = {name: run["tables"][name] for name in TABLE_SIZES}
+    # Sizes that were fitted before a run had tables are of methods that need none.
+    known_about = about | {"points": []} | (read_fitted(run) if path.exists() else {})
     points = known_about.pop("points")
     if known_about != about:
         raise KvjaxError(
             f"{path} is of {known_about}, and the run {run['name']!r} of {about}; give the run another name"
         )
-    known = {(p["settings"], p["share"]) for p in points}
     path.parent.mkdir(parents=True, exist_ok=True)
-    families = tomllib.loads(declared.read_text())["family"]
-    for name, line in [(family["name"], line) for family in families for line in family["methods"]]:
+    points = [p for p in points if (p["family"], p["settings"]) in lines and "why" not in p]
+    known = {(p["settings"], p["share"]) for p in points}
+    for name, line in lines:
         shares = [share for share in run["shares"] or [AS_WRITTEN] if (line, share) not in known]
         if not shares:
             continue
@@ -99,6 +164,7 @@ def fit(model: Model, run: Mapping[str, Any]) -> dict[str, Any]:
         except KvjaxError as e:
             nothing = {"family": name, "settings": line, "method": "", "device_bytes": 0, "host_bytes": 0}
             points += [nothing | {"share": share, "why": str(e)} for share in shares]
+        points.sort(key=lambda p: lines.index((p["family"], p["settings"])))
         log_progress(f"{run['name']}: fitted {line}")
         with replace_atomically(path) as file:
             file.write((json.dumps(about | {"points": points}, indent=0) + "\n").encode())
@@ -216,7 +282,7 @@ def measure(runner: CellRunner, run: Mapping[str, Any], piece: Piece) -> Iterato
 
 def run_missing(run: Mapping[str, Any], part: Part, until: float) -> None:
     """Runs what the records of a run lack."""
-    model = kvjax.load(run["model"])
+    model = load_model(run)
     methods = [FULL, *dict.fromkeys(point["method"] for point in fit(model, run)["points"] if point["method"])]
     runner = CellRunner(model, methods)
     suffix = f".{part.number}-of-{part.count}" if part.count > 1 else ""
@@ -247,7 +313,7 @@ def repeat(run: Mapping[str, Any], count: int) -> None:
     """Measures lines of a run again, drawn by lot, and prints both scores; another machine may round some apart."""
     recorded = [line for line in read_lines(run["name"]) if "scores" in line]
     drawn = random.sample(recorded, min(count, len(recorded)))
-    runner = CellRunner(kvjax.load(run["model"]), [line["method"] for line in drawn])
+    runner = CellRunner(load_model(run), [line["method"] for line in drawn])
     for line in drawn:
         (again,) = measure(runner, run, Piece(line["task"], line["seed"], (line["method"],)))
         differing = sum(a != b for a, b in zip(line["scores"], again["scores"], strict=True))

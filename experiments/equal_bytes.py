@@ -82,9 +82,16 @@ def fit_line(model: Model, shares: Sequence[Fraction], length: int, family: str,
     """Fits a line of equal_bytes.toml to each share.
 
     A line may hold variants of a method, such as KIVI at 2 bits and at 1. The largest that fits is taken, as someone
-    with that memory would choose.
+    with that memory would choose. Variants that this model cannot have are left out, if it can have any.
     """
-    found, each = [], fit_methods([s.strip() for s in settings.split(";")], shares, model.config, length)
+    found, each, problems = [], [], []
+    for variant in settings.split(";"):
+        try:
+            each += fit_methods([variant.strip()], shares, model.config, length)
+        except KvjaxError as e:
+            problems.append(e)
+    if not each:
+        raise problems[0]
     for share in shares:
         largest = max((f for f in each if f.share == share), key=lambda f: f.bytes if f.method else 0)
         sizes = {"device": 0, "pinned_host": 0}

@@ -327,11 +327,17 @@ def page(name: str, result: Result) -> str:
     """The site's page of a run."""
     tables = "\n\n".join(f"## {x} of the bytes\n\n{equal_bytes.fraction_table(result, x)}" for x in result.fractions)
     gaps = "\n\n".join(f"### {x} of the bytes\n\n{equal_bytes.difference_table(result, x)}" for x in result.fractions)
+    text, calibrated = result.document.get("tables"), ""
+    if text:
+        calibrated = (
+            f" Tables of methods\nwere calibrated on {text['contexts']} contexts of {text['tokens']:,} tokens of "
+            "documentation and source code of Python's library."
+        )
     return f"""# The catalogue: {result.title}, {result.document["length"]:,} tokens
 
 `python -m experiments.catalogue --only {name}` measured this: every method at the largest size whose planned bytes on
 the device fit a fraction of the exact cache's, both in bfloat16. Questions come after the compression; 95% intervals
-over contexts stand in brackets: Wilson's, and of bits per byte Student's of differences paired by context.
+over contexts stand in brackets: Wilson's, and of bits per byte Student's of differences paired by context.{calibrated}
 
 ![Later questions against bytes](catalogue.{name}.png)
 

@@ -54,6 +54,8 @@ def results(tmp_path, directory, monkeypatch):
     (tmp_path / "catalogue.toml").write_text(DECLARED.format(model=directory))
     monkeypatch.setattr(catalogue, "DECLARED", tmp_path / "catalogue.toml")
     monkeypatch.setattr(catalogue, "RESULTS", tmp_path / "results")
+    monkeypatch.setenv("KVJAX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("KVJAX_TABLES", "")  # a run names its own, and the variable is restored
     return tmp_path / "results"
 
 
@@ -93,6 +95,54 @@ def test_a_run_goes_on_in_parts_and_has_the_scores_of_compare(results, directory
         "tokens": ["sinks_and_recent:budget=32"],
         "bits and tables": ["int8"],
     }
+
+
+def test_tables_are_calibrated_once_and_what_lacked_one_is_fitted_again(results, capsys):
+    declared = results.parent / "catalogue.toml"
+    catalogue.main(["--minutes", "0"])
+    capsys.readouterr()
+    asked = '\n[run.tables]\ncontexts = 2\ntokens = 32\nkinds = ["qfilters", "heads", "merged_bases:heads=3"]\n'
+    declared.write_text(declared.read_text() + asked)
+    (results.parent / "families.toml").write_text(FAMILIES.replace('"int8",', '"int8", "int4; merged_heads",'))
+    catalogue.main(["--minutes", "0"])
+    said = capsys.readouterr().err
+    assert "tiny: a table of qfilters, " in said and "tiny: no table of merged_bases:heads=3: 3 heads toget" in said
+    assert "fitted qfilters" in said and "fitted int8" not in said
+    document = json.loads((results / "tiny.fitted.json").read_text())
+    assert document["tables"] == {"contexts": 2, "tokens": 32}
+    assert [p["method"].partition(":")[0] for p in document["points"]] == [
+        "sinks_and_recent",
+        "int8",
+        "int4",
+        "qfilters",
+    ]
+    catalogue.main(["--minutes", "0"])
+    assert "a table of qfilters" not in capsys.readouterr().err
+    tables = list((results.parent / "cache" / "tables").rglob("*.safetensors"))
+    assert [path.name for path in tables] == ["qfilters.safetensors"]
+    declared.write_text(declared.read_text().replace("tokens = 32", "tokens = 16"))
+    with pytest.raises(kvjax.KvjaxError, match="give the run another name"):
+        catalogue.main(["--minutes", "0"])
+
+
+def test_tables_are_calibrated_on_documentation_and_code():
+    model = kvjax.load("testbed")
+    prose, code = catalogue.calibration_documents(model, 2, 64)
+    assert len(prose) == len(code) == 64
+    assert model.text_tokenizer().decode(prose).startswith('The "assert" statement')
+    assert code == model.text_tokenizer().encode_prompt(catalogue.source_code(1, 64)[0])[:64]
+
+
+def test_lines_that_are_no_longer_declared_leave_the_sizes(results):
+    catalogue.main(["--minutes", "0"])
+    families = results.parent / "families.toml"
+    families.write_text(families.read_text().replace('"int8", ', '"int4; merged_heads:heads=3", '))
+    catalogue.main(["--minutes", "0"])
+    points = json.loads((results / "tiny.fitted.json").read_text())["points"]
+    assert [(p["settings"], p["method"]) for p in points[1:]] == [
+        ("int4; merged_heads:heads=3", "int4"),  # this model's heads cannot be merged by threes
+        ("qfilters:budget=32", ""),
+    ]
 
 
 def test_a_seed_counts_once_every_method_has_it(results):
