@@ -3,8 +3,8 @@
 python -m experiments.catalogue_tables [--out docs]    prints the tables; with --out it writes the pictures there
 python -m experiments.catalogue_tables --front FILE --of RUN    writes the front that a run chooses
 
-It reads the records of `python -m experiments.catalogue` and of `experiments.equal_bytes`
-(`results/readme.smollm2.json`).
+It reads the records of `python -m experiments.catalogue`, of `experiments.equal_bytes` (`results/readme.smollm2.json`),
+and of a closed study of budgets over heads and layers (`results/divisions.*.json`).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from docs.generate.catalogue import (
     read_results,
     summary,
 )
+from docs.generate.divisions import divisions_table
 from docs.generate.equal_bytes import Result
 from experiments.bench.measuring import output_folder
 
@@ -60,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"## {name}\n\n{summary(result)}")
         if args.out is not None:
             (args.out / f"catalogue.{name}.png").write_bytes(draw_picture(result))
+    print(f"## Divisions of a budget\n\n{divisions_table()}\n")
     print(f"## The front\n\n{front_tables(results)}")
     for name, result in read_forms().items():
         print(f"\n{forms_page(name, result)}")

@@ -10,6 +10,7 @@ import pytest
 import kvjax
 from docs.generate import catalogue
 from docs.generate import equal_bytes as equal_bytes_page
+from docs.generate.divisions import divisions_table
 from experiments import equal_bytes, quality_against_bytes
 from kvjax.eval.page.intervals import score_interval
 
@@ -85,6 +86,7 @@ def test_all_settings_are_of_methods_that_there_are(settings):
 def test_the_table_of_results_is_that_of_the_records():
     text = (quality_against_bytes.ROOT / "docs" / "results.md").read_text(encoding="utf-8")
     assert catalogue.chosen_table() in text
+    assert divisions_table() in text
     results = catalogue.read_results()
     for name, result in results.items():
         assert name.endswith(".front") or catalogue.winners_table(result) in text
