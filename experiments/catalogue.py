@@ -139,7 +139,7 @@ def fit(model: Model, run: Mapping[str, Any]) -> dict[str, Any]:
     full = planned_bytes(FULL, model.config, run["length"], dtype=DTYPE).held["device"]
     about = {"model": run["model"], "length": run["length"], "full_bytes": full}
     about |= {"computed_in": model.dtype.name, "bytes_in": DTYPE}
-    if "tables" in run:
+    if run.get("tables", {}).get("kinds"):
         about["tables"] = {name: run["tables"][name] for name in TABLE_SIZES}
     # Sizes that were fitted before a run had tables are of methods that need none.
     known_about = about | {"points": []} | (read_fitted(run) if path.exists() else {})
@@ -206,12 +206,13 @@ def _read_files(name: str) -> list[dict[str, Any]]:
 def sum_up(run: Mapping[str, Any]) -> dict[str, Any]:
     """Sums up the records of a run as a document of `experiments.equal_bytes`, which the pages are made of.
 
-    A task and seed counts as soon as every method has it, so that all are compared on the same contexts.
+    A task and seed counts as soon as every method has it, so that all are compared on the same contexts; in a run that
+    counts `partly`, every method that has been begun.
     """
     fitted, lines = read_fitted(run), read_lines(run["name"])
     failed = {x["method"]: x["failed"] for x in lines if "failed" in x}
     methods = {FULL} | {p["method"] for p in fitted["points"] if p["method"]} - failed.keys()
-    if not run["shares"]:  # the bytes of a form are known before it is measured
+    if run.get("partly") or not run["shares"]:  # the bytes of a form are known before it is measured
         methods &= {FULL} | {x["method"] for x in lines}
     measured = {(x["task"], x["seed"], x["method"]): x["scores"] for x in lines if "scores" in x}
     cases = [(task["name"], seed) for task in run["task"] for seed in seeds_of(run, task)]

@@ -161,7 +161,7 @@ def front_table(results: Sequence[Result], task: str) -> str:
             score, _ = result.score(method, task)
             if score is None:
                 continue
-            text = format_score(task, score) if task in BIT_TASKS else f"{score:.0f}"
+            text = _format_score(result, task, method)
             text = text if is_worse(result, task, method, FULL) else f"**{text}**"
             rows.setdefault(name, [""] * len(columns))[number] = text
             means.setdefault(name, []).append(score)
@@ -170,9 +170,7 @@ def front_table(results: Sequence[Result], task: str) -> str:
     ordered = sorted(rows, key=lambda name: (name in hosted, sign * sum(means[name]) / len(means[name])))
     heads = [f"{result.title}, {fraction}" for result, fraction in columns]
     lines = [f"| {TITLES[task]} | {' | '.join(heads)} |", "|---|" + "---:|" * len(heads)]
-    means_of_full = [result.contexts(FULL, task).mean() for result, _ in columns]
-    exact = [f"{mean:.3f}" if task in BIT_TASKS else f"{100 * mean:.0f}" for mean in means_of_full]
-    lines.append(f"| `full` | {' | '.join(exact)} |")
+    lines.append(f"| `full` | {' | '.join(_format_exact(result, task) for result, _ in columns)} |")
     lines += [f"| `{name}`{', host' if name in hosted else ''} | {' | '.join(rows[name])} |" for name in ordered]
     return "\n".join(lines)
 

@@ -32,7 +32,13 @@ TITLES = {
     "humaneval.bits": "HumanEval's solutions",
     "ruler.niah_multikey_1": "one key of many",
 }
-MODELS = {"testbed": "the testbed model", "smollm2-135m": "SmolLM2-135M"}
+MODELS = {
+    "testbed": "the testbed model",
+    "smollm2-135m": "SmolLM2-135M",
+    "gemma3-270m": "Gemma 3 270M",
+    "qwen2.5-coder-0.5b": "Qwen2.5-Coder-0.5B",
+    "qwen2.5-coder-1.5b": "Qwen2.5-Coder-1.5B",
+}
 BIT_TASKS = ("ppl", "long_answer", "humaneval.bits")  # tasks measured in bits per byte, above the full cache's
 SMALLER_FRACTIONS = ("1/32", "1/64", "1/128")  # ticks for methods that leave nearly everything on the host
 BIT_TICKS = (0, 0.01, 0.03, 0.1, 0.3, 1, 3)  # bits per byte above the full cache's; linear up to the second

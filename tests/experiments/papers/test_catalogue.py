@@ -256,10 +256,10 @@ def test_the_table_of_fronts_has_a_column_for_each_fraction_of_each_model():
         "| later questions on essays | the testbed model, 1/2 | the testbed model, 1/4 | SmolLM2-135M, 1/2 |"
     )
     assert rows[2:] == [
-        "| `full` | 100 | 100 | 100 |",
-        "| `b` | **100** | **100** | 50 |",
-        "| `a` | **100** | 0 | 25 |",
-        "| `c`, host |  | **100** |  |",
+        "| `full` | 100 (76–100) | 100 (76–100) | 100 (76–100) |",
+        "| `b` | **100 (76–100)** | **100 (76–100)** | 50 (40–60) |",
+        "| `a` | **100 (76–100)** | 0 (0–24) | 25 (18–34) |",
+        "| `c`, host |  | **100 (76–100)** |  |",
     ]
 
 
