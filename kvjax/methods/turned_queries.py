@@ -102,8 +102,8 @@ def turned_queries(
       There is no paper. KVzip's scores come from queries of a repetition of the prompt; these come from the prompt's
       own queries, so that the model runs once. Early layers get more tokens than by KVzip's division, and late ones
       fewer. At an eighth of the bytes this loses answers on Qwen2.5-Coder-0.5B, where `kvzip` keeps them
-      (`docs/divisions.md`): take that where another pass of the model is affordable, or `level=head + head_shares`
-      with a table that `kvjax calibrate head_shares:method=kvzip` has made once.
+      (`docs/divisions.md`): take `level=head + head_shares` there, with a table that `kvjax calibrate
+      head_shares:method=kvzip` has made once and that ships for this model, or `kvzip` and its second pass.
 
     Args:
       budget: as in `make_selection`, on average over the heads that share it; tokens that always stay are included.
