@@ -8,7 +8,7 @@ catalogue.toml declares the runs: models, lengths, fractions of the exact cache'
 weight, and the methods of `equal_bytes` that they are asked of. A piece of work is one task and seed under a group of
 methods, whose prompts are read once for all of them; seeds are the outer loop, so that every method has some contexts
 before any has all. `results/catalogue/NAME.jsonl` has a line for each method, task and seed: the scores of its
-contexts, and one for each machine. Each piece is written as soon as it is done, a run goes on where the last one
+contexts, and one for each machine. Each line is written as soon as it is known, a run goes on where the last one
 ended, and parts (`--part`, for the tasks of a job array) write files of their own. `NAME.fitted.json` says which size
 of each method takes which fraction. A run with no fractions takes the sizes that are written, and counts what a cache
 holds once half of a text is its prompt and half an answer, too.
@@ -261,7 +261,7 @@ def leave_out_done(piece: Piece, lines: Sequence[Mapping[str, Any]]) -> Piece:
 
 
 def measure(runner: CellRunner, run: Mapping[str, Any], piece: Piece) -> Iterator[dict[str, Any]]:
-    """Evaluates a piece; yields its lines."""
+    """Evaluates a piece; yields the line of a method as soon as all its contexts have been scored."""
     (task,) = (task for task in run["task"] if task["name"] == piece.task)
     sizes = {name: task[name] for name in ("contexts", "questions") if name in task}
     spec = Spec((run["length"],), seed=piece.seed, text=task.get("text"), **sizes)
@@ -277,8 +277,9 @@ def measure(runner: CellRunner, run: Mapping[str, Any], piece: Piece) -> Iterato
             except KvjaxError as e:
                 del scores[method]
                 yield about | {"failed": str(e)}
-    for method, values in scores.items():
-        yield {"method": method, "task": piece.task, "seed": piece.seed, "scores": values}
+                continue
+            if len(scores[method]) == len(cases):
+                yield about | {"scores": scores[method]}
 
 
 def run_missing(run: Mapping[str, Any], part: Part, until: float) -> None:
@@ -299,11 +300,12 @@ def run_missing(run: Mapping[str, Any], part: Part, until: float) -> None:
             log_progress(f"{run['name']}: {number - 1} of {len(pieces)} pieces are done; the next run goes on")
             return
         started = time.monotonic()
-        lines = list(measure(runner, run, piece))
-        if not is_known:  # a run may go on on another machine
-            lines, is_known = [{"machine": machine()}, *lines], True
-        with path.open("a") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
+        for line in measure(runner, run, piece):
+            with path.open("a") as file:
+                if not is_known:  # a run may go on on another machine
+                    file.write(json.dumps({"machine": machine()}) + "\n")
+                    is_known = True
+                file.write(json.dumps(line) + "\n")
         log_progress(
             f"{run['name']}: piece {number} of {len(pieces)}, {piece.task}, seed {piece.seed}, "
             f"{len(piece.methods)} methods, {time.monotonic() - started:.0f} s"
