@@ -93,7 +93,7 @@ def fit_line(model: Model, shares: Sequence[Fraction], length: int, family: str,
     if not each:
         raise problems[0]
     for share in shares:
-        largest = max((f for f in each if f.share == share), key=lambda f: f.bytes if f.method else 0)
+        largest = max((f for f in each if f.share == share), key=lambda f: f.bytes)
         sizes = {"device": 0, "pinned_host": 0}
         if largest.method:
             sizes = planned_bytes(largest.method, model.config, length, dtype=DTYPE).held

@@ -427,8 +427,7 @@ def fit_candidates(
       KvjaxError: no candidate fits.
     """
     fitted, left_out = [], []
-    # The names of those that are too large at their smallest, and the least fraction that one takes, by their context.
-    too_large: dict[int, tuple[list[str], list[Fraction]]] = {}
+    too_large: dict[int, list[FittedMethod]] = {}  # by tokens of the context in which their smallest size is too large
     for name in names:
         try:
             (final,) = fit_methods([name], [share], model.config, context)
@@ -436,40 +435,42 @@ def fit_candidates(
         except Exception as e:  # of a method, which may be the user's
             left_out.append(f"{name} is left out: {describe_failure(e)}")
             continue
-        if not final.method or not trial.method:
-            tokens, smallest = (context, final) if not final.method else (length, trial)
-            exact = planned_bytes("full", model.config, tokens, dtype=equal_bytes.DTYPE).held["device"]
-            them, fractions = too_large.setdefault(tokens, ([], []))
-            them.append(name)
-            fractions.append(Fraction(smallest.bytes, exact))
+        if not final.method:
+            too_large.setdefault(context, []).append(final)
+        elif not trial.method:
+            too_large.setdefault(length, []).append(trial)
         elif setting is not None and (problem := describe_excess(setting, final.method, context)):
             left_out.append(f"{final.method} is left out: {problem}")
         elif all(trial.method != other.method for _, other in fitted):
             fitted.append((final, trial))
-    codecs = {final.method for final, _ in fitted}
-    whole = {
-        final.method: rest for final, _ in fitted if (rest := drop_whole_selection(final.method, context)) in codecs
-    }
-    fitted = [(final, trial) for final, trial in fitted if final.method not in whole]
-    left_out += [
-        f"{method} is left out: it keeps every token, as {rest} does in no more bytes" for method, rest in whole.items()
-    ]
-    has_windows = any(kind.attention.rule.window is not None for kind in model.config.kinds)
-    windows = "; layers with sliding windows hold the whole window" if has_windows else ""
-    for tokens, (them, _) in too_large.items():
-        they = (
-            "is left out: at its smallest it takes" if len(them) == 1 else "are left out: at their smallest they take"
-        )
-        tried = "" if tokens == context else f" of {tokens:,} tokens, as they are tried (--length)"
-        left_out.append(f"{'; '.join(them)} {they} more than {format_share(share)}{tried}{windows}")
+    without_selection = {final.method: drop_whole_selection(final.method, context) for final, _ in fitted}
+    in_vain = {method: rest for method, rest in without_selection.items() if rest in without_selection}
+    fitted = [(final, trial) for final, trial in fitted if final.method not in in_vain]
+    for method, rest in in_vain.items():
+        left_out.append(f"{method} is left out: it keeps every token, as {rest} does in no more bytes")
+    for tokens, smallest in too_large.items():
+        left_out.append(describe_too_large(model, smallest, share, "" if tokens == context else f"{tokens:,}"))
     if not fitted:
-        least = [min(fractions) for _, fractions in too_large.values()]
+        exact = {n: planned_bytes("full", model.config, n, dtype=equal_bytes.DTYPE).held["device"] for n in too_large}
+        least = [Fraction(f.least_bytes, exact[n]) for n, smallest in too_large.items() for f in smallest]
         enough = f" (at least {math.ceil(1000 * min(least)) / 10:g}%)" if least else ""
         raise KvjaxError(
             f"no candidate takes at most {format_share(share)}: {'; '.join(left_out)}. Give a larger budget{enough}, a "
             "longer context, or other candidates"
         )
     return fitted, left_out
+
+
+def describe_too_large(model: Model, smallest: Sequence[FittedMethod], share: Fraction, tokens_tried: str) -> str:
+    """Says that no size of some methods fits; `tokens_tried` is empty for contexts of the length they are for."""
+    takes = "is left out: at its smallest it takes"
+    if len(smallest) > 1:
+        takes = "are left out: at their smallest they take"
+    tried = f" of {tokens_tried} tokens, as they are tried (--length)" if tokens_tried else ""
+    has_windows = any(kind.attention.rule.window is not None for kind in model.config.kinds)
+    windows = "; layers with sliding windows hold the whole window" if has_windows else ""
+    names = "; ".join(fitted.asked for fitted in smallest)
+    return f"{names} {takes} more than {format_share(share)}{tried}{windows}"
 
 
 def drop_whole_selection(method: str, context: int) -> str:

@@ -131,7 +131,7 @@ class TableFile:
     def _files(self) -> list[Path]:
         if self.path != SHIPPED:
             return [expand_user(self.path)]
-        return _list_tables(_own_tables(), self.kind) + _list_tables(SHIPPED_TABLES, self.kind)
+        return _list_tables(_find_own_tables(), self.kind) + _list_tables(SHIPPED_TABLES, self.kind)
 
     def at(self, spec: LayerSpec) -> TableFile:
         """Returns the table bound to one layer, which therefore has a compiled program of its own."""
@@ -180,16 +180,21 @@ class TableFile:
         model = _describe_model(spec)
         if self.path == SHIPPED:
             wanted = {"value_dim": None, "kind": self.kind} | model
-            for folder in (_own_tables(), SHIPPED_TABLES):
-                tables = {file: _read(str(file), self.digest) for file in _list_tables(folder, self.kind)}
-                fitting = [f for f, (data, _) in tables.items() if all(data.get(k) == v for k, v in wanted.items())]
-                if len(fitting) > 1 and folder != SHIPPED_TABLES:
+            for folder in (_find_own_tables(), SHIPPED_TABLES):
+                fitting = {}
+                for file in _list_tables(folder, self.kind):
+                    metadata, arrays = _read(str(file), self.digest)
+                    if all(metadata.get(name) == value for name, value in wanted.items()):
+                        fitting[file] = arrays
+                if len(fitting) > 1:
+                    first, second, *_ = fitting
                     raise KvjaxError(
-                        f"{fitting[0]} and {fitting[1].name} fit a model of this shape both; give the path of one as "
-                        "table=..., or move the other out of KVJAX_TABLES"
+                        f"{first} and {second.name} fit a model of this shape both; give the path of one as table=..., "
+                        "or move the other out of KVJAX_TABLES"
                     )
                 if fitting:
-                    return tables[fitting[0]][1]
+                    (arrays,) = fitting.values()
+                    return arrays
             shape = ", ".join(f"{name}={value}" for name, value in model.items())
             raise KvjaxError(
                 f"kvjax ships no table of {self.kind} for a model of {shape}; make one, as with `kvjax calibrate "
@@ -212,7 +217,7 @@ class TableFile:
         return arrays
 
 
-def _own_tables() -> Path | None:
+def _find_own_tables() -> Path | None:
     """Returns the folder that KVJAX_TABLES names, if it names one."""
     if not (name := os.environ.get("KVJAX_TABLES")):
         return None

@@ -29,7 +29,8 @@ class FittedMethod(NamedTuple):
     asked: str  # the method's string, of any size
     share: Fraction
     method: str  # the same at the greatest size that fits; "" if none does
-    bytes: int  # on the device for one prompt, in bfloat16; of the smallest size that was tried, if none fits
+    bytes: int  # on the device for one prompt, in bfloat16; 0 if none fits
+    least_bytes: int  # those of the smallest size that was tried
 
 
 class _SizeParameters(NamedTuple):
@@ -96,9 +97,10 @@ def _fit(text: str, share: Fraction, max_bytes: int, config: Config, prompt_toke
             )
         fitted_bytes = num_bytes(sizes, size) if size else None
         if fitted_bytes is not None:
-            return FittedMethod(text, share, sizes.format_at(size), fitted_bytes)
-    fits = unchanged <= max_bytes
-    return FittedMethod(text, share, text if fits else "", unchanged if fits else min(tried))
+            return FittedMethod(text, share, sizes.format_at(size), fitted_bytes, min(tried))
+    if unchanged <= max_bytes:
+        return FittedMethod(text, share, text, unchanged, min(tried))
+    return FittedMethod(text, share, "", 0, min(tried))
 
 
 def parse_shares(text: str) -> list[Fraction]:

@@ -52,8 +52,8 @@ def essay_questions(task: str, model: Model, spec: Spec) -> Iterator[Case]:
 
 def city_questions(task: str, model: Model, spec: Spec) -> Iterator[Case]:
     """Makes the cases of a task of `CityNumbers`, in the text of `spec`."""
-    own_text = task == "planted"
-    kind = ruler.RulerTask(CityNumbers(own_text), 24, turns=task == "turns.essays", stream="turns.essays")
+    numbers_of_cities = CityNumbers(keep_lines=task == "planted")
+    kind = ruler.RulerTask(numbers_of_cities, 24, turns=task == "turns.essays", stream="turns.essays")
     return kind.cases(task, model, spec)
 
 

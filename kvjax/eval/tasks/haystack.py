@@ -143,7 +143,8 @@ def _sentence_starts(text: str) -> list[int]:
 def _divide(text: str, starts: set[int], ends: re.Pattern[str], most: int) -> set[int]:
     """Characters after the `ends` in each stretch between two starts that is longer than `most` characters."""
     stretches = itertools.pairwise(sorted({0, *starts, len(text)}))
-    return {m.end() for a, b in stretches if b - a > most for m in ends.finditer(text, a, b)}
+    long = [(start, end) for start, end in stretches if end - start > most]
+    return {match.end() for start, end in long for match in ends.finditer(text, start, end)}
 
 
 def insert_needles(text: str, needles: Sequence[str], depths: Sequence[float]) -> tuple[str, list[int]]:

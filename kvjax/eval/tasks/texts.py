@@ -25,24 +25,25 @@ COMPLETE, NEXT = "Please complete the code given below. \n", "Next line of code:
 
 def ppl(model: Model, spec: Spec) -> Iterator[Case]:
     """Sliding perplexity: tokens predicted after contexts at even distances in a text, in bits per byte."""
-    return _continuations("ppl", model, spec, lambda length: (length, min(PREDICTED_TOKENS, length)))
+    return _cut_windows("ppl", model, spec, lambda length: (length, min(PREDICTED_TOKENS, length)))
 
 
 def long_answer(model: Model, spec: Spec) -> Iterator[Case]:
     """One long answer: the second half of a text after its first half, token by token, in bits per byte."""
     check_lengths(spec)
-    return _continuations("long_answer", model, spec, lambda length: (length // 2, length - length // 2))
+    return _cut_windows("long_answer", model, spec, lambda length: (length // 2, length - length // 2))
 
 
-def _continuations(task: str, model: Model, spec: Spec, divide: Callable[[int], tuple[int, int]]) -> Iterator[Case]:
+def _cut_windows(task: str, model: Model, spec: Spec, divide: Callable[[int], tuple[int, int]]) -> Iterator[Case]:
     """Cuts windows of a text; `divide` gives the tokens of a context and of what follows it for each length."""
     make_windows = _byte_windows if symbols.knows_symbols(model) else _text_windows
     for length in spec.lengths:
         context, num_predicted = divide(length)
         windows, num_tokens = make_windows(model, spec, context, num_predicted)
         if not windows:
-            fits = bisect.bisect_right(range(1, num_tokens + 1), num_tokens, key=lambda n: sum(divide(n)))
-            raise _too_few_tokens(spec, num_tokens, f"{context:,} with {num_predicted} to predict", fits)
+            # The tokens of both together grow with the length, so the longest that fits is found by bisection.
+            longest = bisect.bisect_right(range(1, num_tokens + 1), num_tokens, key=lambda n: sum(divide(n)))
+            raise _too_few_tokens(spec, num_tokens, f"{context:,} with {num_predicted} to predict", longest)
         for i, (ids, num_bytes) in enumerate(windows):
             key, about = f"{task}/{length}/{i}", {"length": length}
             yield Case(task, key, ids[:context], follows=ids[context:], bytes=num_bytes, about=about)
