@@ -10,8 +10,9 @@ methods, whose prompts are read once for all of them; seeds are the outer loop, 
 before any has all. `results/catalogue/NAME.jsonl` has a line for each method, task and seed: the scores of its
 contexts, and one for each machine. Each line is written as soon as it is known, a run goes on where the last one
 ended, and parts (`--part`, for the tasks of a job array) write files of their own. `NAME.fitted.json` says which size
-of each method takes which fraction. A run with no fractions takes the sizes that are written, and counts what a cache
-holds once half of a text is its prompt and half an answer, too.
+of each method takes which fraction. A run of the kind "forms" takes the sizes that are written, and counts what a cache
+holds once half of a text is its prompt and half an answer, too. In a run of the kind "front" a method has a row as soon
+as it has scores.
 
 Methods that need a table of the model find one: those of the kinds in `tables` of a run are calibrated before it, once,
 into kvjax's cache folder, on documentation and source code of Python's library, which no task asks about.
@@ -20,7 +21,6 @@ into kvjax's cache folder, on documentation and source code of Python's library,
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import math
 import os
@@ -54,7 +54,8 @@ from kvjax.utils.files import make_folder, replace_atomically
 DECLARED = Path(__file__).with_suffix(".toml")
 RESULTS = Path(__file__).parent / "results" / "catalogue"
 FULL = equal_bytes.FULL
-AS_WRITTEN = "1"  # the fraction of a run without fractions
+FRONT, FORMS = "front", "forms"  # kinds of runs; the others ask every method at equal bytes
+AS_WRITTEN = "1"  # the fraction of a run of forms
 TABLE_SIZES = ("contexts", "tokens")  # of the text that a run's tables are calibrated on, and of each context
 
 
@@ -82,6 +83,11 @@ def read_methods(run: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(family["name"], line) for family in families for line in family["methods"]]
 
 
+def is_of(run: Mapping[str, Any], kind: str) -> bool:
+    """Whether a run is of a kind."""
+    return run.get("kind") == kind
+
+
 def load_model(run: Mapping[str, Any]) -> Model:
     """Loads the model of a run. Methods find the tables of the run and no others, whoever runs it."""
     model = kvjax.load(run["model"])
@@ -94,10 +100,12 @@ def make_tables(model: Model, run: Mapping[str, Any]) -> Path:
     declared = run.get("tables", {"kinds": ()})
     settings = "".join(f".{declared[name]}" for name in TABLE_SIZES if name in declared)
     folder = make_cache_directory(f"tables/{re.sub(r'[^a-z0-9.-]+', '_', run['model'].lower())}{settings}")
-    variants = [variant for _, line in read_methods(run) for variant in line.split(";")]
-    needed = find_kinds([kvjax.parse(variant) for variant in variants]) if declared["kinds"] else set()
+    if not declared["kinds"]:
+        return folder
+    needed = find_kinds([kvjax.parse(variant) for _, line in read_methods(run) for variant in line.split(";")])
     for kind in declared["kinds"]:
-        path = folder / (name := kind.partition(":")[0]) / f"{kind}.safetensors"
+        name = kind.partition(":")[0]
+        path = folder / name / f"{kind}.safetensors"
         if name not in needed or path.exists():
             continue
         make_folder(path.parent)
@@ -114,18 +122,23 @@ def find_kinds(value: Any) -> set[str]:
     """Finds the kinds of table that methods read."""
     if isinstance(value, TableFile):
         return {value.kind}
-    fields = [getattr(value, f.name) for f in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else ()
-    return set().union(*map(find_kinds, value if isinstance(value, list | tuple) else fields))
+    if isinstance(value, list | tuple):
+        return {kind for item in value for kind in find_kinds(item)}
+    if dataclasses.is_dataclass(value):
+        return find_kinds([getattr(value, field.name) for field in dataclasses.fields(value)])
+    return set()
 
 
 def calibration_documents(model: Model, contexts: int, tokens: int) -> list[list[int]]:
     """Documents of which half are documentation and half source code of Python's library."""
-    topics, code = "\n\n".join(pydoc_data.topics.topics.values()), contexts // 2
-    # A token has fewer than 16 characters in the mean.
-    stride = max((len(topics) - 16 * tokens) // max(contexts - code, 1), 1)
-    texts = [topics[i * stride : i * stride + 16 * tokens] for i in range(contexts - code)]
+    characters = 16 * tokens  # enough: a token has fewer in the mean
+    of_code = contexts // 2
+    of_topics = contexts - of_code
+    topics = "\n\n".join(pydoc_data.topics.topics.values())
+    stride = max((len(topics) - characters) // max(of_topics, 1), 1)
+    texts = [topics[i * stride : i * stride + characters] for i in range(of_topics)]
     encode = model.text_tokenizer().encode_prompt
-    return [encode(text)[:tokens] for text in [*texts, *source_code(code, 16 * tokens)]]
+    return [encode(text)[:tokens] for text in [*texts, *source_code(of_code, characters)]]
 
 
 def fit(model: Model, run: Mapping[str, Any]) -> dict[str, Any]:
@@ -152,15 +165,16 @@ def fit(model: Model, run: Mapping[str, Any]) -> dict[str, Any]:
     points = [p for p in points if (p["family"], p["settings"]) in lines and "why" not in p]
     known = {(p["settings"], p["share"]) for p in points}
     for name, line in lines:
-        shares = [share for share in run["shares"] or [AS_WRITTEN] if (line, share) not in known]
+        declared = [AS_WRITTEN] if is_of(run, FORMS) else run["shares"]
+        shares = [share for share in declared if (line, share) not in known]
         if not shares:
             continue
         try:
-            if run["shares"]:
+            if is_of(run, FORMS):
+                points.append(measure_written(model, run["length"], name, line))
+            else:
                 fitted = equal_bytes.fit_line(model, parse_shares(",".join(shares)), run["length"], name, line)
                 points += [dataclasses.asdict(point) for point in fitted]
-            else:
-                points.append(measure_written(model, run["length"], name, line))
         except KvjaxError as e:
             nothing = {"family": name, "settings": line, "method": "", "device_bytes": 0, "host_bytes": 0}
             points += [nothing | {"share": share, "why": str(e)} for share in shares]
@@ -206,27 +220,35 @@ def _read_files(name: str) -> list[dict[str, Any]]:
 def sum_up(run: Mapping[str, Any]) -> dict[str, Any]:
     """Sums up the records of a run as a document of `experiments.equal_bytes`, which the pages are made of.
 
-    A task and seed counts as soon as every method has it, so that all are compared on the same contexts; in a run that
-    counts `partly`, every method that has been begun.
+    A task and seed counts as soon as every method that is compared has it, so that all are compared on the same
+    contexts: at equal bytes all methods of the run; among the front and among forms those that have begun the task.
     """
     fitted, lines = read_fitted(run), read_lines(run["name"])
-    failed = {x["method"]: x["failed"] for x in lines if "failed" in x}
+    failed = {line["method"]: line["failed"] for line in lines if "failed" in line}
     methods = {FULL} | {p["method"] for p in fitted["points"] if p["method"]} - failed.keys()
-    if run.get("partly") or not run["shares"]:  # the bytes of a form are known before it is measured
-        methods &= {FULL} | {x["method"] for x in lines}
     measured = {(x["task"], x["seed"], x["method"]): x["scores"] for x in lines if "scores" in x}
-    cases = [(task["name"], seed) for task in run["task"] for seed in seeds_of(run, task)]
-    cases = [case for case in cases if all((*case, method) in measured for method in methods)]
+    tasks, seeds = [], set()
     scores: equal_bytes.Scores = {}
-    for (task, seed), method in itertools.product(cases, sorted(methods)):
-        scores.setdefault(method, {}).setdefault(task, {})[str(seed)] = measured[task, seed, method]
+    for task in run["task"]:
+        name, compared = task["name"], methods
+        if is_of(run, FRONT) or is_of(run, FORMS):
+            begun = {method for of_task, _, method in measured if of_task == name}
+            compared = {FULL} | methods & begun
+        complete = [seed for seed in get_seeds(run, task) if all((name, seed, m) in measured for m in compared)]
+        if not complete:
+            continue
+        tasks.append(name)
+        seeds |= set(complete)
+        for method in sorted(compared):
+            scores.setdefault(method, {})[name] = {str(seed): measured[name, seed, method] for seed in complete}
     sizes = {p["method"]: (p["device_bytes"], p["host_bytes"]) for p in fitted["points"] if p["method"]}
     sizes[FULL] = fitted["full_bytes"], 0
+    machines = [line["machine"] for line in _read_files(run["name"]) if "machine" in line]
     return {
         **fitted,
-        "tasks": list(dict.fromkeys(task for task, _ in cases)),
-        "seeds": sorted({seed for _, seed in cases}),
-        "machines": sorted({_name_machine(x["machine"]) for x in _read_files(run["name"]) if "machine" in x}),
+        "tasks": tasks,
+        "seeds": sorted(seeds),
+        "machines": sorted({_name_machine(about) for about in machines}),
         "bfloat16": {method: [size / fitted["full_bytes"] for size in both] for method, both in sizes.items()},
         "scores": scores,
         "failed": {p["settings"]: p["why"] for p in fitted["points"] if "why" in p} | failed,
@@ -241,14 +263,14 @@ def make_pieces(run: Mapping[str, Any], methods: Sequence[str]) -> list[Piece]:
     """Divides a run into pieces, seeds outermost."""
     groups = [tuple(methods[i : i + GROUP_METHODS]) for i in range(0, len(methods), GROUP_METHODS)]
     pieces = []
-    for seed in sorted({seed for task in run["task"] for seed in seeds_of(run, task)}):
+    for seed in sorted({seed for task in run["task"] for seed in get_seeds(run, task)}):
         for task in run["task"]:
-            if seed in seeds_of(run, task):
+            if seed in get_seeds(run, task):
                 pieces += [Piece(task["name"], seed, group) for group in groups]
     return pieces
 
 
-def seeds_of(run: Mapping[str, Any], task: Mapping[str, Any]) -> range:
+def get_seeds(run: Mapping[str, Any], task: Mapping[str, Any]) -> range:
     """The seeds of a run's task; a front's `first_seed` leaves out the contexts that chose it."""
     first = run.get("first_seed", 0)
     return range(first, first + task["seeds"])
@@ -318,12 +340,15 @@ def repeat(run: Mapping[str, Any], count: int) -> None:
     drawn = random.sample(recorded, min(count, len(recorded)))
     runner = CellRunner(load_model(run), [line["method"] for line in drawn])
     for line in drawn:
-        (again,) = measure(runner, run, Piece(line["task"], line["seed"], (line["method"],)))
-        differing = sum(a != b for a, b in zip(line["scores"], again["scores"], strict=True))
-        means = (sum(x["scores"]) / len(x["scores"]) for x in (line, again))
         about = f"{line['method']}, {line['task']}, seed {line['seed']}"
-        both = f"recorded {next(means):.4f}, again {next(means):.4f}"
-        print(f"{about}: {both}, {differing} of {len(line['scores'])} contexts differ", flush=True)
+        (again,) = measure(runner, run, Piece(line["task"], line["seed"], (line["method"],)))
+        if "failed" in again:
+            print(f"{about}: it failed: {again['failed']}", flush=True)
+            continue
+        before, now = line["scores"], again["scores"]
+        differing = sum(a != b for a, b in zip(before, now, strict=True))
+        means = f"recorded {sum(before) / len(before):.4f}, again {sum(now) / len(now):.4f}"
+        print(f"{about}: {means}, {differing} of {len(before)} contexts differ", flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -1,7 +1,7 @@
 """The tables and pictures of docs/results.md.
 
 python -m experiments.catalogue_tables [--out docs]    prints the tables; with --out it writes the pictures there
-python -m experiments.catalogue_tables --front FILE --of RUN    writes the front that a run chooses
+python -m experiments.catalogue_tables --front RUN          prints the front that a run chooses, as front.toml has it
 
 It reads the records of `python -m experiments.catalogue`, of `experiments.equal_bytes` (`results/readme.smollm2.json`),
 and of a closed study of budgets over heads and layers (`results/divisions.*.json`).
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 from docs.generate.catalogue import (
     CHOSEN,
@@ -21,13 +20,16 @@ from docs.generate.catalogue import (
     draw_picture,
     forms_page,
     front_tables,
-    read_forms,
     read_results,
     summary,
 )
 from docs.generate.divisions import divisions_table
 from docs.generate.equal_bytes import Result
 from experiments.bench.measuring import output_folder
+from experiments.catalogue import FORMS
+from experiments.catalogue import FRONT as FRONT_RUN
+from experiments.papers.common import run_script
+from kvjax import KvjaxError
 
 
 def front_toml(name: str, result: Result) -> str:
@@ -38,7 +40,7 @@ def front_toml(name: str, result: Result) -> str:
         families.setdefault(family[line], []).append(line)
     lines = [
         f"# The {sum(FRONT)} lines of equal_bytes.toml that all models are asked about, by the rule of `choose_front`:",
-        f"# python -m experiments.catalogue_tables --front experiments/front.toml --of {name}",
+        f"# python -m experiments.catalogue_tables --front {name} > experiments/front.toml",
         f"# It chose by its contexts: {result.counts()}.",
     ]
     for title, methods in families.items():
@@ -49,11 +51,14 @@ def front_toml(name: str, result: Result) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--out", type=output_folder, help="writes the pictures here")
-    p.add_argument("--front", type=Path, metavar="FILE", help="writes the front's families of methods here")
-    p.add_argument("--of", metavar="RUN", help="the run of catalogue.toml that chooses the front")
+    p.add_argument("--front", metavar="RUN", help="prints the front that this run of catalogue.toml chooses")
     args = p.parse_args(argv)
     if args.front is not None:
-        args.front.write_text(front_toml(args.of, read_results()[args.of]), encoding="utf-8")
+        results = read_results()
+        if args.front not in results:
+            names = ", ".join(results) or "none"
+            raise KvjaxError(f"{args.front!r} is no run at equal bytes with records; there are: {names}")
+        print(front_toml(args.front, results[args.front]), end="")
         return
     print(f"## {CHOSEN.stem}\n\n{chosen_table()}\n")
     results = read_results()
@@ -62,10 +67,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.out is not None:
             (args.out / f"catalogue.{name}.png").write_bytes(draw_picture(result))
     print(f"## Divisions of a budget\n\n{divisions_table()}\n")
-    print(f"## The front\n\n{front_tables(results)}")
-    for name, result in read_forms().items():
+    print(f"## The front\n\n{front_tables(list(read_results(FRONT_RUN).values()))}")
+    for name, result in read_results(FORMS).items():
         print(f"\n{forms_page(name, result)}")
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -30,35 +30,37 @@ USES = {
 }
 """Task -> what someone does who cares for it, in the order of the table."""
 
-TASKS_OF_FRONTS = ("turns.essays", "humaneval.bits", "ppl")
 NAMED = 3  # methods that a table or a picture names for each fraction
 LEAST_HOST_FRACTION = 0.01  # of the exact cache's bytes: a method with less on the host is one of the device alone
 FRONT = (12, 4)  # methods on the device alone, and with host memory, that are measured on all models
+NEAR_BITS = 0.01  # bits per byte above the exact cache's
+FEW_ANSWERS = 10  # percent
+PAGES = {None: "The catalogue", catalogue.FRONT: "The front", catalogue.FORMS: "Forms of one method"}
+"""Kind of run -> what its page is called."""
 
 
-def read_results() -> dict[str, Result]:
-    """Reads the runs of catalogue.toml at equal bytes that have records: name -> result."""
-    declared = catalogue.read_declared(None).items()
-    documents = {name: catalogue.sum_up(run) for name, run in declared if run["shares"] and catalogue.read_lines(name)}
-    return {name: Result(document) for name, document in documents.items() if document["tasks"]}
+def read_results(kind: str | None = None) -> dict[str, Result]:
+    """Reads the runs of catalogue.toml of one kind that have records: name -> result.
 
-
-def read_forms() -> dict[str, Result]:
-    """Reads the runs in the sizes that are written, of which bytes are known before scores: name -> result."""
-    declared = catalogue.read_declared(None).items()
-    return {
-        name: Result(catalogue.sum_up(run))
-        for name, run in declared
-        if not run["shares"] and catalogue.fitted_path(run).exists()
-    }
+    The bytes of forms are known before their scores, so they need none.
+    """
+    found = {}
+    for name, run in catalogue.read_declared(None).items():
+        if run.get("kind") != kind or not catalogue.fitted_path(run).exists():
+            continue
+        result = Result(catalogue.sum_up(run))
+        if result.document["tasks"] or kind == catalogue.FORMS:
+            found[name] = result
+    return found
 
 
 def rank_methods(result: Result, task: str, fraction: str) -> list[Mapping[str, Any]]:
-    """The methods at a fraction, the best first."""
+    """The methods at a fraction that have scores in a task, the best first."""
     points = {p["method"]: p for p in result.points(fraction=fraction)}  # lines of two families may fit alike
+    means = {method: result.contexts(method, task).mean() for method in points if result.has_scores(method, task)}
     sign = 1 if task in BIT_TASKS else -1
     # Fewer bytes decide between equals.
-    return sorted(points.values(), key=lambda p: (sign * result.contexts(p["method"], task).mean(), p["device_bytes"]))
+    return sorted((points[m] for m in means), key=lambda p: (sign * means[p["method"]], p["device_bytes"]))
 
 
 def chosen_table() -> str:
@@ -139,47 +141,72 @@ def failures_table(result: Result) -> str:
     return "\n".join(lines)
 
 
-def front_tables(results: Mapping[str, Result]) -> str:
-    """A `front_table` for each use that the runs of fronts have, by the names of the runs."""
-    fronts = [result for name, result in results.items() if name.endswith(".front")]
-    by_task = {task: [result for result in fronts if task in result.document["tasks"]] for task in TASKS_OF_FRONTS}
+def describe_code(result: Result) -> str:
+    """Says at each fraction how many methods continue code nearly as the exact cache does, and answer few questions."""
+    code, questions = "humaneval.bits", "turns.essays"
+    lines = []
+    for fraction in result.fractions:
+        points = rank_methods(result, code, fraction)
+        near = [p["method"] for p in points if (result.score(p["method"], code)[0] or 0) < NEAR_BITS]
+        few = [method for method in near if (result.score(method, questions)[0] or 0) < FEW_ANSWERS]
+        lines.append(
+            f"- **Code at {fraction}.** {len(near)} of {len(points)} settings add less than {NEAR_BITS} bits; "
+            f"{len(few)} of these answer less than {FEW_ANSWERS}% of the later questions."
+        )
+    return "\n".join(lines)
+
+
+def front_tables(fronts: Sequence[Result]) -> str:
+    """A `front_table` for each use that a front has been asked about."""
+    by_task = {task: [result for result in fronts if task in result.document["tasks"]] for task in USES}
     return "\n\n".join(front_table(with_task, task) for task, with_task in by_task.items() if with_task)
 
 
 def front_table(results: Sequence[Result], task: str) -> str:
     """A front's methods on several models: one column for each fraction of each, the best on average first.
 
-    Bold cells are not told apart from the exact cache; methods with host memory come last, and say so.
+    Bold cells are not told apart from the exact cache; methods with host memory come last, and say so. The last row has
+    the paired difference of the best two without host memory.
     """
-    columns = [(result, x) for result in results for x in result.fractions if result.points(fraction=x)]
+    columns = [(result, x) for result in results for x in result.fractions if rank_methods(result, task, x)]
     rows: dict[str, list[str]] = {}
     means: dict[str, list[float]] = {}
     hosted: set[str] = set()
+    gaps = []
     for number, (result, fraction) in enumerate(columns):
-        for point in result.points(fraction=fraction):
+        ranked = rank_methods(result, task, fraction)
+        for point in ranked:
             name, method = point["settings"].split(";")[0], point["method"]
             score, _ = result.score(method, task)
-            if score is None:
-                continue
+            assert score is not None
             text = _format_score(result, task, method)
             text = text if is_worse(result, task, method, FULL) else f"**{text}**"
             rows.setdefault(name, [""] * len(columns))[number] = text
             means.setdefault(name, []).append(score)
             hosted |= {name} if uses_host(result, method) else set()
+        alone = [p["method"] for p in ranked if not uses_host(result, p["method"])]
+        difference = result.paired_difference(alone[0], alone[1], task) if len(alone) > 1 else None
+        gaps.append("" if difference is None else equal_bytes.format_difference(task, *difference))
     sign = 1 if task in BIT_TASKS else -1
     ordered = sorted(rows, key=lambda name: (name in hosted, sign * sum(means[name]) / len(means[name])))
     heads = [f"{result.title}, {fraction}" for result, fraction in columns]
     lines = [f"| {TITLES[task]} | {' | '.join(heads)} |", "|---|" + "---:|" * len(heads)]
     lines.append(f"| `full` | {' | '.join(_format_exact(result, task) for result, _ in columns)} |")
     lines += [f"| `{name}`{', host' if name in hosted else ''} | {' | '.join(rows[name])} |" for name in ordered]
+    lines.append(f"| the best minus the next | {' | '.join(gaps)} |")
     return "\n".join(lines)
 
 
 def choose_front(results: Sequence[Result], most: tuple[int, int] = FRONT) -> list[str]:
-    """Chooses the lines of `equal_bytes.toml` that all models are asked about: so many on the device, with the host.
+    """Chooses the lines of `equal_bytes.toml` that all models are asked about.
 
-    The rule, written before any larger model ran: in turn, each result's each task at each fraction gives the best
-    method that no other has given, until there are enough of its kind.
+    The rule was written before any larger model ran. Each task of each result at each fraction has a queue of methods,
+    the best first. The queues take turns; one whose turn it is gives its first method that no other has given. They do
+    so for the methods of the device alone, and then for those that use host memory.
+
+    Args:
+      results: complete runs at equal bytes.
+      most: how many methods are chosen on the device alone, and with host memory.
     """
     queues = [
         (result, rank_methods(result, task, fraction))
@@ -269,8 +296,9 @@ def draw_picture(result: Result) -> bytes:
 
 
 def summary(result: Result) -> str:
-    """Sums up a run: contexts, winners, failures."""
+    """Sums up a run: contexts, winners, failures, and what both uses say of code."""
     where = "; ".join(["", *result.document["machines"]])
+    both = {"humaneval.bits", "turns.essays"} <= set(result.document["tasks"])
     return f"""{len(result.document["scores"]) - 1} settings; contexts: {result.counts()}{where}.
 
 {winners_table(result)}
@@ -278,7 +306,7 @@ def summary(result: Result) -> str:
 How many methods of each family answer less than the exact cache, by an interval that excludes 0:
 
 {failures_table(result)}
-"""
+{f"{chr(10)}{describe_code(result)}{chr(10)}" if both else ""}"""
 
 
 def forms_table(result: Result) -> str:
@@ -321,8 +349,8 @@ Contexts: {result.counts() or "none yet"}{"; ".join(["", *result.document["machi
 """
 
 
-def page(name: str, result: Result) -> str:
-    """The site's page of a run."""
+def page(name: str, result: Result, title: str = PAGES[None]) -> str:
+    """The site's page of a run at equal bytes."""
     tables = "\n\n".join(f"## {x} of the bytes\n\n{equal_bytes.fraction_table(result, x)}" for x in result.fractions)
     gaps = "\n\n".join(f"### {x} of the bytes\n\n{equal_bytes.difference_table(result, x)}" for x in result.fractions)
     text, calibrated = result.document.get("tables"), ""
@@ -331,9 +359,9 @@ def page(name: str, result: Result) -> str:
             f" Tables of methods\nwere calibrated on {text['contexts']} contexts of {text['tokens']:,} tokens of "
             "documentation and source code of Python's library."
         )
-    return f"""# The catalogue: {result.title}, {result.document["length"]:,} tokens
+    return f"""# {title}: {result.title}, {result.document["length"]:,} tokens
 
-`python -m experiments.catalogue --only {name}` measured this: every method at the largest size whose planned bytes on
+`python -m experiments.catalogue --only {name}` measured this: methods at the largest size whose planned bytes on
 the device fit a fraction of the exact cache's, both in bfloat16. Questions come after the compression; 95% intervals
 over contexts stand in brackets: Wilson's, and of bits per byte Student's of differences paired by context.{calibrated}
 
@@ -350,20 +378,21 @@ over contexts stand in brackets: Wilson's, and of bits per byte Student's of dif
 
 def menu() -> list[dict[str, str]]:
     """The entries of the site's menu: title -> path."""
-    runs = [("The catalogue", read_results()), ("Forms of one method", read_forms())]
     return [
         {f"{title}, {result.title}, {result.document['length']:,} tokens": f"catalogue.{name}.md"}
-        for title, results in runs
-        for name, result in results.items()
+        for kind, title in PAGES.items()
+        for name, result in read_results(kind).items()
     ]
 
 
 def pages() -> dict[str, str | bytes]:
     """Path -> content: a page for each run with records, and a picture for each at equal bytes."""
-    results = read_results().items()
-    forms = {f"catalogue.{name}.md": forms_page(name, result) for name, result in read_forms().items()}
-    return (
-        {f"catalogue.{name}.md": page(name, result) for name, result in results}
-        | forms
-        | {f"catalogue.{name}.png": draw_picture(result) for name, result in results}
-    )
+    made: dict[str, str | bytes] = {}
+    for kind, title in PAGES.items():
+        for name, result in read_results(kind).items():
+            if kind == catalogue.FORMS:
+                made[f"catalogue.{name}.md"] = forms_page(name, result)
+                continue
+            made[f"catalogue.{name}.md"] = page(name, result, title)
+            made[f"catalogue.{name}.png"] = draw_picture(result)
+    return made

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -12,30 +14,33 @@ from kvjax.eval.page.intervals import score_interval
 RECORDS = [RESULTS.with_name(f"divisions.{model}.json") for model in ("smollm2", "qwen")]
 MODELS = ("SmolLM2", "Qwen")
 FRACTIONS = ("1/4", "1/8")
-DIVISIONS = ("equal", "within a layer", "over the model")
-ROWS = (
-    *(("repeated prompt (KVzip)", division) for division in DIVISIONS),
-    *((scorer, d) for scorer in ("turned queries", "key difference", "window (SnapKV)") for d in DIVISIONS[::2]),
-)
+TITLES = {"equal": "equal heads", "within a layer": "within a layer", "over the model": "over the model"}
+"""A division's name in the records -> in the table."""
+ROWS = {
+    "repeated prompt (KVzip)": ("equal", "within a layer", "over the model"),
+    "turned queries": ("equal", "over the model"),
+    "key difference": ("equal", "over the model"),
+    "window (SnapKV)": ("equal", "over the model"),
+}
+"""Scores -> the divisions that the table shows."""
 
 
 def divisions_table() -> str:
     """Later questions by scores and division, percent right with Wilson's intervals over contexts."""
+    documents = [json.loads(path.read_text()) for path in RECORDS]
     heads = [f"{model}, {fraction}" for model in MODELS for fraction in FRACTIONS]
     lines = [f"| scores | division | {' | '.join(heads)} |", "|---|---|" + "---:|" * len(heads)]
-    documents = [json.loads(path.read_text()) for path in RECORDS]
-    for scorer, division in ROWS:
-        cells = [_cell(document, scorer, division, x) for document in documents for x in FRACTIONS]
-        lines.append(f"| {scorer} | {'equal heads' if division == 'equal' else division} | {' | '.join(cells)} |")
+    for scorer, divisions in ROWS.items():
+        for division in divisions:
+            cells = [_format_cell(document, scorer, division, x) for document in documents for x in FRACTIONS]
+            lines.append(f"| {scorer} | {TITLES[division]} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def _cell(document: dict, scorer: str, division: str, fraction: str) -> str:
-    (method,) = {
-        s["method"]
-        for s in document["settings"]
-        if (s["group"], s["scorer"], s["division"], s["share"]) == ("scorers", scorer, division, fraction)
-    }
+def _format_cell(document: Mapping[str, Any], scorer: str, division: str, fraction: str) -> str:
+    wanted = "scorers", scorer, division, fraction
+    settings = document["settings"]
+    (method,) = {s["method"] for s in settings if (s["group"], s["scorer"], s["division"], s["share"]) == wanted}
     by_seed = document["measured"][method]["turns"]
     # A context's questions share one compressed cache, so they are no independent samples.
     right = np.concatenate([np.mean(by_seed[seed]["right"], -1) for seed in sorted(by_seed)])

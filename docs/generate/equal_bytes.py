@@ -85,6 +85,10 @@ class Result:
         by_seed = self.document["scores"].get(method, {}).get(task, {})
         return np.concatenate([by_seed[seed] for seed in sorted(by_seed)]) if by_seed else np.zeros(0)
 
+    def has_scores(self, method: str, task: str) -> bool:
+        """Whether a method was asked about a task; in a run that goes on, one may lack some."""
+        return task in self.document["scores"].get(method, {})
+
     def score(self, method: str, task: str) -> tuple[float | None, Interval | None]:
         """(percent right, or bits per byte above the full cache's; the 95% interval over contexts)."""
         values = self.contexts(method, task)
@@ -169,7 +173,12 @@ def difference_table(result: Result, fraction: str) -> str:
     lines = [f"| method | {' | '.join(TITLES[task] for task in tasks)} |", "|---|" + "---:|" * len(tasks)]
     for family in result.families:
         for point in result.points(family, fraction):
-            cells = [format_difference(task, *result.difference(point["method"], task)) for task in tasks]
+            cells = [
+                format_difference(task, *result.difference(point["method"], task))
+                if result.has_scores(point["method"], task)
+                else ""
+                for task in tasks
+            ]
             lines.append(f"| `{point['method']}` | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -89,12 +89,14 @@ def test_a_run_goes_on_in_parts_and_has_the_scores_of_compare(results, directory
     assert f"| **a long text goes on**; exact cache {mean['full']:.3f} bits |" in printed
     assert f"| 1 | `{best}` {mean[best] - mean['full']:+.3f} |" in printed
     assert (results / "catalogue.tiny.png").read_bytes().startswith(b"\x89PNG")
-    catalogue_tables.main(["--front", str(results / "front.toml"), "--of", "tiny"])
-    front = tomllib.loads((results / "front.toml").read_text())["family"]
+    catalogue_tables.main(["--front", "tiny"])
+    front = tomllib.loads(capsys.readouterr().out)["family"]
     assert {f["name"]: f["methods"] for f in front} == {
         "tokens": ["sinks_and_recent:budget=32"],
         "bits and tables": ["int8"],
     }
+    with pytest.raises(kvjax.KvjaxError, match="'fiddly' is no run at equal bytes with records; there are: tiny"):
+        catalogue_tables.main(["--front", "fiddly"])
 
 
 def test_tables_are_calibrated_once_and_what_lacked_one_is_fitted_again(results, capsys):
@@ -168,14 +170,15 @@ def test_a_seed_counts_once_every_method_has_it(results):
 
 def test_the_menu_of_the_site_has_the_pages_that_are_made(monkeypatch):
     document = {"model": "testbed", "length": 2048}
-    monkeypatch.setattr(page, "read_results", lambda: {"tiny": Result(document)})
-    monkeypatch.setattr(page, "read_forms", lambda: {"forms": Result(document)})
+    names = {None: "tiny", "front": "front", "forms": "forms"}
+    monkeypatch.setattr(page, "read_results", lambda kind: {names[kind]: Result(document)})
     config = hooks.on_config(
         SimpleNamespace(nav=[{"Methods": "methods/index.md"}, {"Results": ["results.md", "a.md"]}])
     )
     entry = {"The catalogue, the testbed model, 2,048 tokens": "catalogue.tiny.md"}
+    front = {"The front, the testbed model, 2,048 tokens": "catalogue.front.md"}
     forms = {"Forms of one method, the testbed model, 2,048 tokens": "catalogue.forms.md"}
-    assert config.nav[1]["Results"] == ["results.md", entry, forms, "a.md"]
+    assert config.nav[1]["Results"] == ["results.md", entry, front, forms, "a.md"]
 
 
 def test_the_front_takes_the_best_of_each_use_in_turn():
@@ -251,7 +254,7 @@ def test_the_table_of_fronts_has_a_column_for_each_fraction_of_each_model():
 
     first = result("testbed", {"a2": 1.0, "a4": 0.0, "b2": 1.0, "b4": 1.0, "c4": 1.0})
     second = result("smollm2-135m", {"a2": 0.25, "b2": 0.5})
-    rows = page.front_tables({"x.front": first, "x": first, "y.front": second}).splitlines()
+    rows = page.front_tables([first, second]).splitlines()
     assert rows[0] == (
         "| later questions on essays | the testbed model, 1/2 | the testbed model, 1/4 | SmolLM2-135M, 1/2 |"
     )
@@ -260,6 +263,7 @@ def test_the_table_of_fronts_has_a_column_for_each_fraction_of_each_model():
         "| `b` | **100 (76–100)** | **100 (76–100)** | 50 (40–60) |",
         "| `a` | **100 (76–100)** | 0 (0–24) | 25 (16–38) |",
         "| `c`, host |  | **100 (76–100)** |  |",
+        "| the best minus the next | +0.0 (-24.2 to +24.2) | +100.0 (+65.7 to +100.0) | +25.0 (+8.6 to +39.1) |",
     ]
 
 
@@ -282,7 +286,7 @@ def test_forms_have_the_sizes_that_are_written_and_are_compared_with_the_first(r
     )
     declared.write_text(
         declared.read_text()
-        + '\n[[run]]\nname = "forms"\nlike = "tiny"\nshares = []\nmethods = "forms.toml"\n'
+        + '\n[[run]]\nname = "forms"\nkind = "forms"\nlike = "tiny"\nmethods = "forms.toml"\n'
         + '[[run.task]]\nname = "long_answer"\ncontexts = 2\nseeds = 1\n'
     )
     catalogue.main(["--only", "forms"])
@@ -292,7 +296,7 @@ def test_forms_have_the_sizes_that_are_written_and_are_compared_with_the_first(r
     assert constant["answer_bytes"] < growing["answer_bytes"]  # which holds its 32 tokens and all 48 of the answer
     full = catalogue.read_fitted(run)["full_bytes"]
     assert growing["answer_bytes"] / full == pytest.approx(80 / 96, rel=0.01)
-    (result,) = page.read_forms().values()
+    (result,) = page.read_results("forms").values()
     assert not page.read_results()  # neither the tables at equal bytes nor the front are made of forms
     first, other = (result.contexts(p["method"], "long_answer") for p in (constant, growing))
     capsys.readouterr()

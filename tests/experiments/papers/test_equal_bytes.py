@@ -88,9 +88,11 @@ def test_the_table_of_results_is_that_of_the_records():
     assert catalogue.chosen_table() in text
     assert divisions_table() in text
     results = catalogue.read_results()
-    for name, result in results.items():
-        assert name.endswith(".front") or catalogue.winners_table(result) in text
-    assert catalogue.front_tables(results) in text
+    assert results
+    for result in results.values():
+        assert catalogue.winners_table(result) in text
+        assert catalogue.describe_code(result) in text
+    assert catalogue.front_tables(list(catalogue.read_results("front").values())) in text
 
 
 README_METHODS = (
