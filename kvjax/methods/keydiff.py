@@ -48,7 +48,8 @@ def keydiff(
       The prompt is attended in full and compressed once, as in kvpress (KeyDiffPress), so that a long answer stays
       whole; the paper compresses block by block, while decoding too, and later blocks attend to what is left, as
       'keydiff + blocks' does. With budget=256 on SmolLM2-135M 512 tokens and an answer of 512 take 76% of the exact
-      cache's bytes, and 38% in blocks of 128. The authors have published no code.
+      cache's bytes, and 38% in blocks of 128, for 0.023 bits per byte of the answer (0.007 to 0.039; 4 contexts). The
+      authors have published no code.
 
     Args:
       budget, sinks, recent, unit, per: as in `make_selection`.

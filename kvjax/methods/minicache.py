@@ -206,11 +206,11 @@ def minicache(t: float = 0.6, share: float = 0.05, start: float = 0.5) -> kv.Met
 
     Differs:
       Decoded tokens are never merged, so that an answer takes its full size in both layers, where the paper merges them
-      too: 512 tokens and an answer of 512 take 90% of the exact cache's bytes, and a prompt of 1,024 80%
-      (SmolLM2-135M). The tokens that stay exact are a fixed fraction of each head's, by the angle between keys, for
-      keys and values alike; the paper counts them by a threshold between the smallest and the largest angle (gamma =
-      0.05, unverified), which gives no fixed size. Merged directions are normalized again, which matters only near a
-      half turn. There is no public code.
+      too: 512 tokens and an answer of 512 take 90% of the exact cache's bytes, and a prompt of 1,024 80% (SmolLM2-135M,
+      where the answer takes 0.245 bits per byte more than under the exact cache; 4 contexts). The tokens that stay
+      exact are a fixed fraction of each head's, by the angle between keys, for keys and values alike; the paper counts
+      them by a threshold between the smallest and the largest angle (gamma = 0.05, unverified), which gives no fixed
+      size. Merged directions are normalized again, which matters only near a half turn. There is no public code.
 
     Args:
       t: interpolation weight of the shared direction, 0 for that of the lower layer and 1 for that of the upper (the

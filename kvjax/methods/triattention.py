@@ -139,8 +139,9 @@ def triattention(
       their own form. The held queries raise what 1,024 tokens take of the exact cache's bytes from 25% to 44%
       (SmolLM2-135M, budget=256). Each layer and head selects for itself, the authors' `per_layer_per_head`, where by
       default a head selects for all layers; all keep the same number in both. As in their vLLM plugin the prompt
-      competes with the answer; their code for transformers keeps all of it, and compresses at positions that are
-      multiples of `every`.
+      competes with the answer, which takes 0.006 bits per byte more of it than a prompt compressed once (0.001 to
+      0.011; SmolLM2-135M, 4 contexts); their code for transformers keeps all of it, and compresses at positions that
+      are multiples of `every`.
 
     Args:
       budget: as in `make_selection` (the authors' plugin: 2,048).

@@ -137,10 +137,11 @@ def turboquant(
 
     Differs:
       Values are neither rotated nor at the levels of keys, as in vLLM; the paper treats both alike, as v_levels=normal
-      does, in 20.7% of the exact cache's bytes instead of 21.5% at 3 bits (SmolLM2-135M). Whole bits alone: the paper's
-      2.5 and 3.5 give some channels of a head one bit more, and vLLM has no such type. Also as in vLLM, Hadamard's
-      matrix without random signs replaces a random rotation, and the paper's extra bit per number for the sign of the
-      projected residual (QJL) is left out. FP8 keys beyond 448 take that value.
+      does, in 20.7% of the exact cache's bytes instead of 21.5% at 3 bits (SmolLM2-135M; 8 contexts tell neither code
+      nor later questions apart). Whole bits alone: the paper's 2.5 and 3.5 give some channels of a head one bit more,
+      and vLLM has no such type. Also as in vLLM, Hadamard's matrix without random signs replaces a random rotation, and
+      the paper's extra bit per number for the sign of the projected residual (QJL) is left out. FP8 keys beyond 448
+      take that value.
 
     Args:
       k_bits: bits of a key: 3 or 4 (vLLM's), 1 or 2, or 8 for FP8 e4m3 without rotation or scale.

@@ -85,10 +85,11 @@ def zipcache(
     Differs:
       Decoded tokens take `high` bits each, where the public code ranks a chunk of them by its last query and gives the
       fraction `share` of it `low` bits, 3.2 in the mean: 512 tokens and an answer of 512 take 37% of the exact cache's
-      bytes, and a prompt of 1,024 34% (SmolLM2-135M). It also codes all earlier tokens again with every chunk, from
-      what it had decoded, where here a token is coded once. Values have a minimum and a scale for each token and head,
-      where the public code has one for all heads (of different tokens, as each head ranks its own); probes are drawn
-      without replacement; statistics never mix sequences.
+      bytes, and a prompt of 1,024 34% (SmolLM2-135M, where the answer takes 0.022 bits per byte more than under the
+      exact cache; 4 contexts). It also codes all earlier tokens again with every chunk, from what it had decoded, where
+      here a token is coded once. Values have a minimum and a scale for each token and head, where the public code has
+      one for all heads (of different tokens, as each head ranks its own); probes are drawn without replacement;
+      statistics never mix sequences.
 
     Args:
       share: fraction of each head's prompt tokens, the least salient, in `low` bits (the public code: 40 %).
