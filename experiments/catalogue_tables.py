@@ -1,4 +1,4 @@
-"""The tables and pictures of docs/results.md.
+"""The tables and pictures of docs/results.md and docs/front.md.
 
 python -m experiments.catalogue_tables [--out docs]    prints the tables; with --out it writes the pictures there
 python -m experiments.catalogue_tables --front RUN          prints the front that a run chooses, as front.toml has it
@@ -15,11 +15,12 @@ from collections.abc import Sequence
 from docs.generate.catalogue import (
     CHOSEN,
     FRONT,
+    best_tables,
     choose_front,
     chosen_table,
     draw_picture,
     forms_page,
-    front_tables,
+    front_table,
     read_results,
     summary,
 )
@@ -67,7 +68,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.out is not None:
             (args.out / f"catalogue.{name}.png").write_bytes(draw_picture(result))
     print(f"## Divisions of a budget\n\n{divisions_table()}\n")
-    print(f"## The front\n\n{front_tables(list(read_results(FRONT_RUN).values()))}")
+    fronts = list(read_results(FRONT_RUN).values())
+    print(f"## The front\n\n{best_tables(fronts)}")
+    for result in fronts:
+        print(f"\n{front_table(result)}")
     for name, result in read_results(FORMS).items():
         print(f"\n{forms_page(name, result)}")
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
@@ -156,44 +157,70 @@ def describe_code(result: Result) -> str:
     return "\n".join(lines)
 
 
-def front_tables(fronts: Sequence[Result]) -> str:
-    """A `front_table` for each use that a front has been asked about."""
+def best_tables(fronts: Sequence[Result]) -> str:
+    """A `best_table` for each use that a front has been asked about."""
     by_task = {task: [result for result in fronts if task in result.document["tasks"]] for task in USES}
-    return "\n\n".join(front_table(with_task, task) for task, with_task in by_task.items() if with_task)
+    return "\n\n".join(best_table(with_task, task) for task, with_task in by_task.items() if with_task)
 
 
-def front_table(results: Sequence[Result], task: str) -> str:
-    """A front's methods on several models: one column for each fraction of each, the best on average first.
+def best_table(results: Sequence[Result], task: str) -> str:
+    """The best methods on several models: a row for each fraction of each, with the paired lead of the first."""
+    lines = [
+        f"| {USES[task]} | exact cache | best | next best | its lead | best with the host |",
+        "|---|---:|---|---|---:|---|",
+    ]
+    for result in results:
+        for fraction in result.fractions:
+            ranked = rank_methods(result, task, fraction)
+            if not ranked:
+                continue
+            alone = [p for p in ranked if not uses_host(result, p["method"])]
+            with_host = [p for p in ranked if uses_host(result, p["method"])]
+            shown = [_format_line(result, task, points) for points in (alone[:1], alone[1:2], with_host[:1])]
+            lead = ""
+            if len(alone) > 1:
+                first, second = (p["method"] for p in alone[:2])
+                lead = equal_bytes.format_difference(task, *result.paired_difference(first, second, task))
+            cells = [f"{result.title}, {fraction}", _format_exact(result, task), *shown[:2], lead, shown[2]]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
-    Bold cells are not told apart from the exact cache; methods with host memory come last, and say so. The last row has
-    the paired difference of the best two without host memory.
+
+def _format_line(result: Result, task: str, points: Sequence[Mapping[str, Any]]) -> str:
+    names = (equal_bytes.short_name(point["settings"]) for point in points)
+    scores = (_format_score(result, task, point["method"]) for point in points)
+    return "".join(f"{name} {score}" for name, score in zip(names, scores, strict=True))
+
+
+def front_table(result: Result) -> str:
+    """A front's methods on a model: a column for each fraction of each use, the best on average in the first use first.
+
+    Bold cells are not told apart from the exact cache; methods with host memory come last, and say so.
     """
-    columns = [(result, x) for result in results for x in result.fractions if rank_methods(result, task, x)]
-    rows: dict[str, list[str]] = {}
-    means: dict[str, list[float]] = {}
+    uses = find_uses(result)
+    columns = [(task, fraction) for task in uses for fraction in result.fractions]
+    cells: dict[str, list[str]] = {}
+    scores: dict[str, list[float]] = {}  # in the first use
     hosted: set[str] = set()
-    gaps = []
-    for number, (result, fraction) in enumerate(columns):
-        ranked = rank_methods(result, task, fraction)
-        for point in ranked:
-            name, method = point["settings"].split(";")[0], point["method"]
-            score, _ = result.score(method, task)
-            assert score is not None
+    for number, (task, fraction) in enumerate(columns):
+        for point in rank_methods(result, task, fraction):
+            line, method = point["settings"], point["method"]
             text = _format_score(result, task, method)
             text = text if is_worse(result, task, method, FULL) else f"**{text}**"
-            rows.setdefault(name, [""] * len(columns))[number] = text
-            means.setdefault(name, []).append(score)
-            hosted |= {name} if uses_host(result, method) else set()
-        alone = [p["method"] for p in ranked if not uses_host(result, p["method"])]
-        difference = result.paired_difference(alone[0], alone[1], task) if len(alone) > 1 else None
-        gaps.append("" if difference is None else equal_bytes.format_difference(task, *difference))
-    sign = 1 if task in BIT_TASKS else -1
-    ordered = sorted(rows, key=lambda name: (name in hosted, sign * sum(means[name]) / len(means[name])))
-    heads = [f"{result.title}, {fraction}" for result, fraction in columns]
-    lines = [f"| {TITLES[task]} | {' | '.join(heads)} |", "|---|" + "---:|" * len(heads)]
-    lines.append(f"| `full` | {' | '.join(_format_exact(result, task) for result, _ in columns)} |")
-    lines += [f"| `{name}`{', host' if name in hosted else ''} | {' | '.join(rows[name])} |" for name in ordered]
-    lines.append(f"| the best minus the next | {' | '.join(gaps)} |")
+            cells.setdefault(line, [""] * len(columns))[number] = text
+            if task == uses[0]:
+                scores.setdefault(line, []).append(result.contexts(method, task).mean())
+            if uses_host(result, method):
+                hosted.add(line)
+    sign = 1 if uses[0] in BIT_TASKS else -1
+    ordered = sorted(cells, key=lambda line: (line in hosted, sign * np.mean(scores.get(line, [-sign * np.inf]))))
+    heads = [f"{TITLES[task]}, {fraction}" for task, fraction in columns]
+    exact = [_format_exact(result, task) for task, _ in columns]
+    lines = [f"| {result.title} | {' | '.join(heads)} |", "|---|" + "---:|" * len(heads)]
+    lines.append(f"| `{FULL}` | {' | '.join(exact)} |")
+    for line in ordered:
+        name = equal_bytes.short_name(line) + (", host" if line in hosted else "")
+        lines.append(f"| {name} | {' | '.join(cells[line])} |")
     return "\n".join(lines)
 
 

@@ -242,28 +242,32 @@ def test_the_best_on_the_device_and_with_the_host_have_rows_of_their_own():
     assert "not told apart from the first: 0 more" in rows[2]  # c is worse than b, and a is no rival on the device
 
 
-def test_the_table_of_fronts_has_a_column_for_each_fraction_of_each_model():
+def test_the_tables_of_fronts_have_each_fraction_of_each_model():
     def result(model, right):
-        points = [{"family": "f", "settings": m, "device_bytes": 1} for m in "abc"]
+        points = [{"family": "f", "settings": m, "device_bytes": 1} for m in ("int8", "int4", "offload")]
         points = [p | {"method": p["settings"] + x[-1], "share": x} for p in points for x in ("1/2", "1/4")]
         methods = {"full": 1.0} | right
-        held = {m: [0.2, 0.9 if m.startswith("c") else 0.0] for m in methods}
+        held = {m: [0.2, 0.9 if m.startswith("offload") else 0.0] for m in methods}
         scores = {m: {"turns.essays": {"1": [x] * 12}} for m, x in methods.items()}
         document = {"model": model, "points": points, "scores": scores, "tasks": ["turns.essays"], "bfloat16": held}
         return Result(document)
 
-    first = result("testbed", {"a2": 1.0, "a4": 0.0, "b2": 1.0, "b4": 1.0, "c4": 1.0})
-    second = result("smollm2-135m", {"a2": 0.25, "b2": 0.5})
-    rows = page.front_tables([first, second]).splitlines()
-    assert rows[0] == (
-        "| later questions on essays | the testbed model, 1/2 | the testbed model, 1/4 | SmolLM2-135M, 1/2 |"
-    )
+    first = result("testbed", {"int82": 1.0, "int84": 0.0, "int42": 1.0, "int44": 1.0, "offload4": 1.0})
+    second = result("smollm2-135m", {"int82": 0.25, "int42": 0.5})
+    best = page.best_tables([first, second]).splitlines()
+    assert best[2:] == [
+        "| the testbed model, 1/2 | 100 (76–100) | int8 100 (76–100) | int4 100 (76–100) | +0.0 (-24.2 to +24.2) |  |",
+        "| the testbed model, 1/4 | 100 (76–100) | int4 100 (76–100) | int8 0 (0–24) | +100.0 (+65.7 to +100.0) "
+        "| offload 100 (76–100) |",
+        "| SmolLM2-135M, 1/2 | 100 (76–100) | int4 50 (40–60) | int8 25 (16–38) | +25.0 (+8.6 to +39.1) |  |",
+    ]
+    rows = page.front_table(first).splitlines()
+    assert rows[0] == "| the testbed model | later questions on essays, 1/2 | later questions on essays, 1/4 |"
     assert rows[2:] == [
-        "| `full` | 100 (76–100) | 100 (76–100) | 100 (76–100) |",
-        "| `b` | **100 (76–100)** | **100 (76–100)** | 50 (40–60) |",
-        "| `a` | **100 (76–100)** | 0 (0–24) | 25 (16–38) |",
-        "| `c`, host |  | **100 (76–100)** |  |",
-        "| the best minus the next | +0.0 (-24.2 to +24.2) | +100.0 (+65.7 to +100.0) | +25.0 (+8.6 to +39.1) |",
+        "| `full` | 100 (76–100) | 100 (76–100) |",
+        "| int4 | **100 (76–100)** | **100 (76–100)** |",
+        "| int8 | **100 (76–100)** | 0 (0–24) |",
+        "| offload, host |  | **100 (76–100)** |",
     ]
 
 

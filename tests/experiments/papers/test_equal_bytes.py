@@ -92,7 +92,11 @@ def test_the_table_of_results_is_that_of_the_records():
     for result in results.values():
         assert catalogue.winners_table(result) in text
         assert catalogue.describe_code(result) in text
-    assert catalogue.front_tables(list(catalogue.read_results("front").values())) in text
+    fronts = list(catalogue.read_results("front").values())
+    assert catalogue.best_tables(fronts) in text
+    of_fronts = (quality_against_bytes.ROOT / "docs" / "front.md").read_text(encoding="utf-8")
+    for result in fronts:
+        assert catalogue.front_table(result) in of_fronts
 
 
 README_METHODS = (
