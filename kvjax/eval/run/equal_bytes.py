@@ -6,8 +6,8 @@ against a float32 cache every quantizer would look twice as good.
 
 from __future__ import annotations
 
-import bisect
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ from kvjax.registry.strings import format_methods, parse_parts
 
 BITS = (8, 4, 3, 2, 1)
 MAX_FRACTION_CHARACTERS = 40
+MAX_GUESSES = 2  # of a size, before its range is halved
 DTYPE = "bfloat16"  # of keys and values, as bytes are compared
 
 
@@ -68,39 +69,75 @@ def fit_methods(
     Raises:
       KvjaxError: this model cannot have a method at the size of its string.
     """
-    full = planned_bytes("full", config, prompt_tokens, dtype=DTYPE).held["device"]
-    return [_fit(text, share, int(full * share), config, prompt_tokens) for share in shares for text in methods]
+
+    @functools.cache
+    def count_bytes(method: str) -> int:
+        return planned_bytes(method, config, prompt_tokens, dtype=DTYPE).held["device"]
+
+    full = count_bytes("full")
+    return [_fit(text, share, int(full * share), count_bytes, prompt_tokens) for share in shares for text in methods]
 
 
-def _fit(text: str, share: Fraction, max_bytes: int, config: Config, prompt_tokens: int) -> FittedMethod:
-    def num_bytes(sizes: _SizeParameters, size: int) -> int | None:
+def _fit(
+    text: str, share: Fraction, max_bytes: int, count_bytes: Callable[[str], int], prompt_tokens: int
+) -> FittedMethod:
+    def bytes_at(sizes: _SizeParameters, size: int) -> int | None:
         try:
-            tried.append(planned_bytes(sizes.format_at(size), config, prompt_tokens, dtype=DTYPE).held["device"])
+            tried.append(count_bytes(sizes.format_at(size)))
         except KvjaxError:
             return None  # the method cannot have this size
         return tried[-1]
 
-    unchanged = planned_bytes(text, config, prompt_tokens, dtype=DTYPE).held["device"]
+    unchanged = count_bytes(text)
     tried = [unchanged]
     parts = parse_parts(text)
     parameters = [_SizeParameters(parts, i, load_all()[part.name].size_parameters) for i, part in enumerate(parts)]
     # Numbers of tokens come before numbers of bits.
     for sizes in sorted((p for p in parameters if p.names), key=lambda p: p.names == ("bits",)):
         if sizes.names == ("bits",):
-            size = next((bits for bits in BITS if (num_bytes(sizes, bits) or max_bytes + 1) <= max_bytes), 0)
-        elif num_bytes(sizes, prompt_tokens) == num_bytes(sizes, prompt_tokens // 2):
+            size = next((bits for bits in BITS if (bytes_at(sizes, bits) or max_bytes + 1) <= max_bytes), 0)
+        elif bytes_at(sizes, prompt_tokens) == bytes_at(sizes, prompt_tokens // 2):
             continue  # tokens that are read, and not stored
         else:
             # A size that the method cannot have is too small, so it counts as if it took nothing.
-            size = bisect.bisect_right(
-                range(1, prompt_tokens + 1), max_bytes, key=lambda n, sizes=sizes: num_bytes(sizes, n) or 0
-            )
-        fitted_bytes = num_bytes(sizes, size) if size else None
+            size = find_largest_size(lambda n, sizes=sizes: bytes_at(sizes, n) or 0, prompt_tokens, max_bytes)
+        fitted_bytes = bytes_at(sizes, size) if size else None
         if fitted_bytes is not None:
             return FittedMethod(text, share, sizes.format_at(size), fitted_bytes, min(tried))
     if unchanged <= max_bytes:
         return FittedMethod(text, share, text, unchanged, min(tried))
     return FittedMethod(text, share, "", 0, min(tried))
+
+
+def find_largest_size(count_bytes: Callable[[int], int], most: int, max_bytes: int) -> int:
+    """Finds the largest size, from 1 to `most`, whose bytes are at most `max_bytes`; 0 if there is none.
+
+    Counting the bytes of a method with a table takes seconds, since each layer is planned by itself. Bytes grow with
+    the size, nearly in proportion, so that two guesses find most sizes; what is left of the range is halved.
+
+    Args:
+      count_bytes: bytes of a size; they never shrink as it grows.
+    """
+    too_large_bytes, low_bytes = count_bytes(most), count_bytes(1)
+    if too_large_bytes <= max_bytes:
+        return most
+    if low_bytes > max_bytes:
+        return 0
+    low, too_large = 1, most
+    num_guesses = 0
+    while too_large - low > 1:
+        size = (low + too_large) // 2
+        if num_guesses < MAX_GUESSES:
+            # The second guess is one more: it is too large where the first one was right.
+            in_proportion = (max_bytes - low_bytes) * (too_large - low) // (too_large_bytes - low_bytes)
+            size = min(max(low + in_proportion + num_guesses, low + 1), too_large - 1)
+            num_guesses += 1
+        size_bytes = count_bytes(size)
+        if size_bytes <= max_bytes:
+            low, low_bytes = size, size_bytes
+        else:
+            too_large, too_large_bytes = size, size_bytes
+    return low
 
 
 def parse_shares(text: str) -> list[Fraction]:

@@ -35,6 +35,27 @@ def test_one_token_more_would_not_fit(method, share):
     assert planned_bytes(larger, CONFIG, PROMPT, dtype=DTYPE).held["device"] > FULL * Fraction(share)
 
 
+@pytest.mark.parametrize("step", [1, 16, 32])
+@pytest.mark.parametrize("fixed", [0, 3000])
+@pytest.mark.parametrize("impossible", [0, 20])
+def test_the_largest_size_is_that_of_trying_all(step, fixed, impossible):
+    def count_bytes(size):
+        counted.append(size)
+        return fixed + -(-size // step) * step * 7 if size > impossible else 0
+
+    for max_bytes in (0, 50, 2999, 3100, 4000, 5000, 6583, 6584, 10_000):
+        counted = []
+        found = equal_bytes.find_largest_size(count_bytes, 512, max_bytes)
+        assert len(counted) <= 2 + equal_bytes.MAX_GUESSES + 9  # halving 512 sizes takes nine
+        assert found == max((n for n in range(1, 513) if count_bytes(n) <= max_bytes), default=0)
+
+
+def test_two_guesses_find_a_size_in_proportion():
+    counted = []
+    found = equal_bytes.find_largest_size(lambda n: counted.append(n) or 1000 + 13 * n, 8192, 30_000)
+    assert found == (30_000 - 1000) // 13 and counted == [8192, 1, found, found + 1]
+
+
 def test_bits_are_the_most_that_fit_and_what_is_read_is_no_size():
     assert fit("kivi:group=8,residual=8", "1/2").method == "kivi:group=8,residual=8,bits=2"
     assert fit("quest:page=32,device_layers=0 + kivi:group=8,residual=8", "1/2").method.startswith(
