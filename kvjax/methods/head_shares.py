@@ -132,6 +132,19 @@ class ModelAllocation:
         """Loads fractions f64[R], ascending, and shares f64[L K R]; raises KvjaxError for a table that does not fit."""
         return _load_table(table, spec)
 
+    def own_shares(self) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the table of the layers that divide the budget: fractions f64[R], ascending, and shares f64[L K R].
+
+        The heads of other layers, as those with windows, were ranked with them, and have a part in the table's
+        fractions. A ranking of these layers alone gives them the same shares where their own mean is the fraction.
+        """
+        fractions, shares = self.load_table(self.table, self.spec)
+        if len(self.spec.method_layers) == len(shares):
+            return fractions, shares
+        own = shares[list(self.spec.method_layers)]
+        own_fractions = own.mean((0, 1))
+        return own_fractions[own_fractions > 0], own[..., own_fractions > 0]
+
     def round_units(self, ideal: np.ndarray, mean: np.ndarray, most: np.ndarray) -> np.ndarray:
         """Rounds the units of all heads, f64[N L K] -> i64[N L K], up to most i64[N], to a mean of i64[N]."""
         heads = ideal.reshape(len(ideal), -1)
@@ -154,8 +167,7 @@ def _allocate_tokens(
     allocation: ModelAllocation, length: np.ndarray, always: np.ndarray, most: np.ndarray, mean: np.ndarray
 ) -> np.ndarray:
     """Divides the tokens of prompts of length i64[N]: i32[N, L, K]; the other arrays are `quota` of these lengths."""
-    fractions, shares = allocation.load_table(allocation.table, allocation.spec)
-    shares = shares[list(allocation.spec.method_layers)]
+    fractions, shares = allocation.own_shares()
     L, K, _ = shares.shape
     fraction = (always + mean * allocation.size) / np.maximum(length, 1)
     # Nothing is kept at 0 and everything at 1. Between the table's fractions shares are interpolated linearly, because
@@ -272,7 +284,7 @@ class LayerMean(kv.Budget):
         if most is None:
             return None
         # Below the table's first fraction shares are proportional to it, so no head keeps more of longer prompts.
-        first = allocation.load_table(allocation.table, allocation.spec)[0][0]
+        first = allocation.own_shares()[0][0]
         return int(self.num_kept_by_length(int(most / first) + 2 * allocation.size).max())
 
 

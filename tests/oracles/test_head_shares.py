@@ -167,6 +167,33 @@ def test_numbers_are_the_oracles_for_every_length(budget, sinks, recent, size, s
     assert not found[0].any()
 
 
+@pytest.mark.parametrize("budget", [Uniform(16), PromptFraction(0.6), PromptFraction(0.03)])
+def test_layers_without_windows_divide_as_a_ranking_of_themselves(budget, tmp_path):
+    """A table ranks the heads of all layers; those with windows take no part in the budget, nor in its mean."""
+    shares, spec = random_shares(3), dataclasses.replace(layer.spec(), num_layers=LAYERS, method_layers=(0, 2))
+    table, own = TableFile(write_table(tmp_path, shares, spec=spec), "head_shares"), shares[[0, 2]].astype(np.float64)
+    own_fractions = own.mean((0, 1)).tolist()
+    assert not np.allclose(own_fractions, FRACTIONS, rtol=0.1)
+    found = ModelAllocation(table, spec, budget, 1, 2, 1, 0.0).tokens(150)
+    for n in (*range(4, 48), 150):
+        expected = head_tokens(own.tolist(), own_fractions, n, budget.num_kept(n), 1, 2)
+        np.testing.assert_array_equal(found[n], expected, f"{n} tokens")
+
+
+def test_a_window_model_divides_a_text_as_the_ranking_that_made_the_table(tmp_path):
+    model, n = toy_model(layers=4, windows=(8, None, 8, None)), 64
+    text = np.random.default_rng(0).integers(1, 90, n).tolist()
+    tables = calibrate.count_arrays(model, "head_shares:method=turned_queries:sinks=0,recent=0", [text])
+    path = write_table(tmp_path, [x["shares"] for x in tables], tables[0]["fractions"], specs(model.config)[0])
+    row = 3  # a quarter of all layers' tokens
+    kept = np.array([tables[i]["shares"][:, row] * n for i in (1, 3)])
+    budget = round(kept.mean())
+    context = kvjax.read(
+        model, [text], f"turned_queries:budget={budget},sinks=0,recent=0,level=head + head_shares:page=1,table={path}"
+    )
+    np.testing.assert_allclose(num_kept(context)[0, [1, 3]], kept, atol=1)
+
+
 @pytest.mark.parametrize("budget", ["12", "30%"])
 def test_heads_keep_what_the_oracle_keeps_of_their_keys(budget, model, table):
     """Keys are read off the exact cache; 3 recent tokens stay in every head."""

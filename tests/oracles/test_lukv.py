@@ -54,6 +54,14 @@ def test_heads_keep_the_tokens_of_their_curves(tmp_path, percent):
     assert found[4].min() >= 3  # sinks and the recent token, whatever a curve says
 
 
+def test_a_budget_is_the_mean_of_the_layers_that_divide_it(tmp_path):
+    """Layers with windows have curves too, and no part in the budget."""
+    table, spec = TableFile(write_table(tmp_path), "lukv"), dataclasses.replace(SPEC, method_layers=(1,))
+    assert abs(CURVES[1].mean(0) - PERCENTS / 100).max() > 0.05
+    found = CurveAllocation(table, spec, Uniform(40), 0, 0, 1, 0.0).tokens(100)
+    assert found[100].shape == (1, 2) and found[100].sum() == 80
+
+
 def test_counted_curves_are_a_ranking_of_the_tokens_of_all_heads():
     model, texts = toy_model(), [list(range(1, 41)), [7, 3, 9, 1] * 7]
     tables = count_arrays(model, "lukv:method=snapkv:budget=8,window=2", texts)
