@@ -49,9 +49,11 @@ CANDIDATES = (
     *("turned_queries + int4", "kvzip + int4", "turned_queries", "kvzip"),
     *("turned_queries:page=32 + kivi:bits=4,residual=32", "kivi:residual=32", "int4", "turboquant:ends=0"),
     *("keydiff + int4", "expected_attention + int4", "snapkv + int4", "streaming_llm"),
+    "turned_queries:level=head + head_shares",
 )
 """What is tried by default, every kind of method that frees memory of the device: the settings of docs/results.md that
-lose least, fewer bits alone, and the best known ways to choose tokens."""
+lose least, fewer bits alone, and the best known ways to choose tokens. A model without a table of `head_shares` is told
+how to make one."""
 LENGTH = 2048  # most tokens of a context that is tried by default, so that a recommendation takes minutes
 CONTEXTS, QUESTIONS = 16, 4
 MAX_NAMED = 3  # methods of a line; more are counted
