@@ -180,10 +180,16 @@ def best_table(results: Sequence[Result], task: str) -> str:
             lead = ""
             if len(alone) > 1:
                 first, second = (p["method"] for p in alone[:2])
-                lead = equal_bytes.format_difference(task, *result.paired_difference(first, second, task))
-            cells = [f"{result.title}, {fraction}", _format_exact(result, task), *shown[:2], lead, shown[2]]
+                lead = _format_lead(task, *result.paired_difference(first, second, task))
+            cells = [f"{result.title} {fraction}", _format_exact(result, task), *shown[:2], lead, shown[2]]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _format_lead(task: str, mean: float, interval: Interval | None) -> str:
+    if task in BIT_TASKS or interval is None:
+        return equal_bytes.format_difference(task, mean, interval)
+    return f"{mean:+.0f} ({interval.low:+.0f} to {interval.high:+.0f})"
 
 
 def _format_line(result: Result, task: str, points: Sequence[Mapping[str, Any]]) -> str:
