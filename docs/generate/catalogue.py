@@ -34,6 +34,7 @@ USES = {
 NAMED = 3  # methods that a table or a picture names for each fraction
 LEAST_HOST_FRACTION = 0.01  # of the exact cache's bytes: a method with less on the host is one of the device alone
 FRONT = (12, 4)  # methods on the device alone, and with host memory, that are measured on all models
+LEAST_TICK_DISTANCE = Fraction(9, 10)  # of a fraction from the next larger one, so that their labels do not touch
 NEAR_BITS = 0.01  # bits per byte above the exact cache's
 FEW_ANSWERS = 10  # percent
 PAGES = {None: "The catalogue", catalogue.FRONT: "The front", catalogue.FORMS: "Forms of one method"}
@@ -264,7 +265,7 @@ def choose_front(results: Sequence[Result], most: tuple[int, int] = FRONT) -> li
 def draw_picture(result: Result) -> bytes:
     """A PNG: later questions answered against bytes on the device.
 
-    The best of each fraction have names, the others are gray, and methods that hold the rest on the host are hollow.
+    The best of each fraction have names, and so has the best with host memory, which is hollow; the others are gray.
     """
     pictured = find_uses(result)[0]
     figure = Figure(figsize=(9.2, 5.2), layout="constrained")
@@ -282,13 +283,17 @@ def draw_picture(result: Result) -> bytes:
     number, labels = 0, {}
     drawn: set[str] = set()  # a small method fits several fractions
     for fraction in result.fractions:
-        points = [p for p in rank_methods(result, pictured, fraction) if p["method"] not in drawn]
+        ranked = rank_methods(result, pictured, fraction)
+        alone = [p for p in ranked if not uses_host(result, p["method"])]
+        with_host = [p for p in ranked if uses_host(result, p["method"])]
+        named = [*alone[:NAMED], *with_host[:1]]
+        points = [p for p in ranked if p["method"] not in drawn]
         drawn |= {p["method"] for p in points}
-        for rank, point in enumerate(points):
+        for point in points:
             device, _ = result.bfloat16(point["method"])
             score, interval = result.score(point["method"], pictured)
             face = "white" if uses_host(result, point["method"]) else None
-            if rank >= NAMED:
+            if point not in named:
                 ax.plot(device, score, "o", ms=4, color="0.75", mfc=face or "0.75", zorder=1)
                 continue
             low, high = interval or Interval(score, score)
@@ -310,7 +315,10 @@ def draw_picture(result: Result) -> bytes:
             labels.setdefault(places[0] if places else (device, score), []).append(str(number))
     for place, numbers in labels.items():
         ax.annotate(", ".join(numbers), place, (6, 3), textcoords="offset points", fontsize=8)
-    ticks = [*result.fractions, "1/16", "1/32"]
+    ticks: list[str] = []
+    for tick in sorted({*result.fractions, "1/16", "1/32"}, key=Fraction, reverse=True):
+        if not ticks or Fraction(tick) < LEAST_TICK_DISTANCE * Fraction(ticks[-1]):
+            ticks.append(tick)
     ax.set(xscale="log", ylim=(-4, 104), yticks=range(0, 101, 20))
     ax.set_xticks([float(Fraction(tick)) for tick in ticks], ticks)
     ax.xaxis.set_minor_locator(NullLocator())
@@ -322,7 +330,7 @@ def draw_picture(result: Result) -> bytes:
     ax.set_title(f"{title}\n{bars}", fontsize=9)
     ax.spines[["top", "right"]].set_visible(False)
     ax.grid(alpha=0.25)
-    ax.legend(fontsize=7.5, frameon=False, ncols=1, loc="center left", bbox_to_anchor=(1.01, 0.5))
+    ax.legend(fontsize=7.5, frameon=False, ncols=1, loc="center left", bbox_to_anchor=(1.06, 0.5))
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=130)
     return picture.getvalue()
