@@ -83,11 +83,6 @@ def read_methods(run: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(family["name"], line) for family in families for line in family["methods"]]
 
 
-def is_of(run: Mapping[str, Any], kind: str) -> bool:
-    """Whether a run is of a kind."""
-    return run.get("kind") == kind
-
-
 def load_model(run: Mapping[str, Any]) -> Model:
     """Loads the model of a run. Methods find the tables of the run and no others, whoever runs it."""
     model = kvjax.load(run["model"])
@@ -165,12 +160,12 @@ def fit(model: Model, run: Mapping[str, Any]) -> dict[str, Any]:
     points = [p for p in points if (p["family"], p["settings"]) in lines and "why" not in p]
     known = {(p["settings"], p["share"]) for p in points}
     for name, line in lines:
-        declared = [AS_WRITTEN] if is_of(run, FORMS) else run["shares"]
+        declared = [AS_WRITTEN] if run.get("kind") == FORMS else run["shares"]
         shares = [share for share in declared if (line, share) not in known]
         if not shares:
             continue
         try:
-            if is_of(run, FORMS):
+            if run.get("kind") == FORMS:
                 points.append(measure_written(model, run["length"], name, line))
             else:
                 fitted = equal_bytes.fit_line(model, parse_shares(",".join(shares)), run["length"], name, line)
@@ -231,7 +226,7 @@ def sum_up(run: Mapping[str, Any]) -> dict[str, Any]:
     scores: equal_bytes.Scores = {}
     for task in run["task"]:
         name, compared = task["name"], methods
-        if is_of(run, FRONT) or is_of(run, FORMS):
+        if run.get("kind") in (FRONT, FORMS):
             begun = {method for of_task, _, method in measured if of_task == name}
             compared = {FULL} | methods & begun
         complete = [seed for seed in get_seeds(run, task) if all((name, seed, m) in measured for m in compared)]
