@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from docs.generate.catalogue import (
     CHOSEN,
-    FRONT,
+    FRONT_SIZE,
     best_tables,
     choose_front,
     chosen_table,
@@ -27,8 +27,7 @@ from docs.generate.catalogue import (
 from docs.generate.divisions import divisions_table
 from docs.generate.equal_bytes import Result
 from experiments.bench.measuring import output_folder
-from experiments.catalogue import FORMS
-from experiments.catalogue import FRONT as FRONT_RUN
+from experiments.catalogue import FORMS, FRONT
 from experiments.papers.common import run_script
 from kvjax import KvjaxError
 
@@ -40,7 +39,8 @@ def front_toml(name: str, result: Result) -> str:
     for line in choose_front([result]):
         families.setdefault(family[line], []).append(line)
     lines = [
-        f"# The {sum(FRONT)} lines of equal_bytes.toml that all models are asked about, by the rule of `choose_front`:",
+        f"# The {sum(FRONT_SIZE)} lines of equal_bytes.toml that all models are asked about, "
+        "by the rule of `choose_front`:",
         f"# python -m experiments.catalogue_tables --front {name} > experiments/front.toml",
         f"# It chose by its contexts: {result.counts()}.",
     ]
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.out is not None:
             (args.out / f"catalogue.{name}.png").write_bytes(draw_picture(result))
     print(f"## Divisions of a budget\n\n{divisions_table()}\n")
-    fronts = list(read_results(FRONT_RUN).values())
+    fronts = list(read_results(FRONT).values())
     print(f"## The front\n\n{best_tables(fronts)}")
     for result in fronts:
         print(f"\n{front_table(result)}")

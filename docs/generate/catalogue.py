@@ -33,11 +33,11 @@ USES = {
 
 NAMED = 3  # methods that a table or a picture names for each fraction
 LEAST_HOST_FRACTION = 0.01  # of the exact cache's bytes: a method with less on the host is one of the device alone
-FRONT = (12, 4)  # methods on the device alone, and with host memory, that are measured on all models
+FRONT_SIZE = (12, 4)  # methods on the device alone, and with host memory, that are measured on all models
 LEAST_TICK_DISTANCE = Fraction(9, 10)  # of a fraction from the next larger one, so that their labels do not touch
 NEAR_BITS = 0.01  # bits per byte above the exact cache's
 FEW_ANSWERS = 10  # percent
-PAGES = {None: "The catalogue", catalogue.FRONT: "The front", catalogue.FORMS: "Forms of one method"}
+PAGE_TITLES = {None: "The catalogue", catalogue.FRONT: "The front", catalogue.FORMS: "Forms of one method"}
 """Kind of run -> what its page is called."""
 
 
@@ -85,9 +85,7 @@ def winners_table(result: Result) -> str:
     fractions = result.fractions
     lines = [f"| | {' | '.join(f'{x} of the bytes' for x in fractions)} |", "|---" * (len(fractions) + 1) + "|"]
     for task in find_uses(result):
-        ordered = [rank_methods(result, task, fraction) for fraction in fractions]
-        alone = [[p for p in points if not uses_host(result, p["method"])] for points in ordered]
-        with_host = [[p for p in points if uses_host(result, p["method"])] for points in ordered]
+        alone, with_host = zip(*(_rank_by_memory(result, task, fraction) for fraction in fractions), strict=True)
         more = [f"not told apart from the first: {_count_alike(result, task, points)} more" for points in alone]
         lines.append(f"| **{USES[task]}**; exact cache {_format_exact(result, task)} | {' | '.join(more)} |")
         rows = [(str(rank + 1), [points[rank : rank + 1] for points in alone]) for rank in range(NAMED)]
@@ -110,8 +108,20 @@ def _format_exact(result: Result, task: str) -> str:
     return f"{result.contexts(FULL, task).mean():.3f} bits" if task in BIT_TASKS else _format_score(result, task, FULL)
 
 
-def _format_method(result: Result, task: str, points: Sequence[Mapping[str, Any]]) -> str:
-    return "".join(f"`{point['method']}` {_format_score(result, task, point['method'])}" for point in points)
+def _format_method(result: Result, task: str, points: Sequence[Mapping[str, Any]], is_short: bool = False) -> str:
+    """The one method of `points` with its score, with or without its parameters; "" for none."""
+    if not points:
+        return ""
+    (point,) = points
+    name = equal_bytes.short_name(point["settings"]) if is_short else f"`{point['method']}`"
+    return f"{name} {_format_score(result, task, point['method'])}"
+
+
+def _rank_by_memory(result: Result, task: str, fraction: str) -> tuple[list[Mapping[str, Any]], ...]:
+    """The methods on the device alone, and those with host memory, each the best first."""
+    ranked = rank_methods(result, task, fraction)
+    alone = [point for point in ranked if not uses_host(result, point["method"])]
+    return alone, [point for point in ranked if point not in alone]
 
 
 def _format_score(result: Result, task: str, method: str) -> str:
@@ -172,12 +182,10 @@ def best_table(results: Sequence[Result], task: str) -> str:
     ]
     for result in results:
         for fraction in result.fractions:
-            ranked = rank_methods(result, task, fraction)
-            if not ranked:
+            alone, with_host = _rank_by_memory(result, task, fraction)
+            if not alone and not with_host:
                 continue
-            alone = [p for p in ranked if not uses_host(result, p["method"])]
-            with_host = [p for p in ranked if uses_host(result, p["method"])]
-            shown = [_format_line(result, task, points) for points in (alone[:1], alone[1:2], with_host[:1])]
+            shown = [_format_method(result, task, points, True) for points in (alone[:1], alone[1:2], with_host[:1])]
             lead = ""
             if len(alone) > 1:
                 first, second = (p["method"] for p in alone[:2])
@@ -191,12 +199,6 @@ def _format_lead(task: str, mean: float, interval: Interval | None) -> str:
     if task in BIT_TASKS or interval is None:
         return equal_bytes.format_difference(task, mean, interval)
     return f"{mean:+.0f} ({interval.low:+.0f} to {interval.high:+.0f})"
-
-
-def _format_line(result: Result, task: str, points: Sequence[Mapping[str, Any]]) -> str:
-    names = (equal_bytes.short_name(point["settings"]) for point in points)
-    scores = (_format_score(result, task, point["method"]) for point in points)
-    return "".join(f"{name} {score}" for name, score in zip(names, scores, strict=True))
 
 
 def front_table(result: Result) -> str:
@@ -220,7 +222,8 @@ def front_table(result: Result) -> str:
             if uses_host(result, method):
                 hosted.add(line)
     sign = 1 if uses[0] in BIT_TASKS else -1
-    ordered = sorted(cells, key=lambda line: (line in hosted, sign * np.mean(scores.get(line, [-sign * np.inf]))))
+    ranks = {line: sign * np.mean(values) for line, values in scores.items()}
+    ordered = sorted(cells, key=lambda line: (line in hosted, ranks.get(line, np.inf)))
     heads = [f"{TITLES[task]}, {fraction}" for task, fraction in columns]
     exact = [_format_exact(result, task) for task, _ in columns]
     lines = [f"| {result.title} | {' | '.join(heads)} |", "|---|" + "---:|" * len(heads)]
@@ -231,7 +234,7 @@ def front_table(result: Result) -> str:
     return "\n".join(lines)
 
 
-def choose_front(results: Sequence[Result], most: tuple[int, int] = FRONT) -> list[str]:
+def choose_front(results: Sequence[Result], most: tuple[int, int] = FRONT_SIZE) -> list[str]:
     """Chooses the lines of `equal_bytes.toml` that all models are asked about.
 
     The rule was written before any larger model ran. Each task of each result at each fraction has a queue of methods,
@@ -283,11 +286,9 @@ def draw_picture(result: Result) -> bytes:
     number, labels = 0, {}
     drawn: set[str] = set()  # a small method fits several fractions
     for fraction in result.fractions:
-        ranked = rank_methods(result, pictured, fraction)
-        alone = [p for p in ranked if not uses_host(result, p["method"])]
-        with_host = [p for p in ranked if uses_host(result, p["method"])]
+        alone, with_host = _rank_by_memory(result, pictured, fraction)
         named = [*alone[:NAMED], *with_host[:1]]
-        points = [p for p in ranked if p["method"] not in drawn]
+        points = [p for p in (*alone, *with_host) if p["method"] not in drawn]
         drawn |= {p["method"] for p in points}
         for point in points:
             device, _ = result.bfloat16(point["method"])
@@ -390,7 +391,7 @@ Contexts: {result.counts() or "none yet"}{"; ".join(["", *result.document["machi
 """
 
 
-def page(name: str, result: Result, title: str = PAGES[None]) -> str:
+def page(name: str, result: Result, title: str = PAGE_TITLES[None]) -> str:
     """The site's page of a run at equal bytes."""
     tables = "\n\n".join(f"## {x} of the bytes\n\n{equal_bytes.fraction_table(result, x)}" for x in result.fractions)
     gaps = "\n\n".join(f"### {x} of the bytes\n\n{equal_bytes.difference_table(result, x)}" for x in result.fractions)
@@ -421,7 +422,7 @@ def menu() -> list[dict[str, str]]:
     """The entries of the site's menu: title -> path."""
     return [
         {f"{title}, {result.title}, {result.document['length']:,} tokens": f"catalogue.{name}.md"}
-        for kind, title in PAGES.items()
+        for kind, title in PAGE_TITLES.items()
         for name, result in read_results(kind).items()
     ]
 
@@ -429,7 +430,7 @@ def menu() -> list[dict[str, str]]:
 def pages() -> dict[str, str | bytes]:
     """Path -> content: a page for each run with records, and a picture for each at equal bytes."""
     made: dict[str, str | bytes] = {}
-    for kind, title in PAGES.items():
+    for kind, title in PAGE_TITLES.items():
         for name, result in read_results(kind).items():
             if kind == catalogue.FORMS:
                 made[f"catalogue.{name}.md"] = forms_page(name, result)
