@@ -1,6 +1,7 @@
 """The catalogue: every method on a real model at equal bytes, for the answer to "which method for me".
 
 python -m experiments.catalogue [--only NAME] [--part 3/8] [--minutes 60]    runs what the records lack
+python -m experiments.catalogue --only NAME --lines kvzip                    ... of the lines that "kvzip" is found in
 python -m experiments.catalogue --only NAME --repeat 5                       runs five lines again, drawn by lot
 python -m experiments.catalogue_tables                                       prints what the records say
 
@@ -83,21 +84,21 @@ def read_methods(run: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(family["name"], line) for family in families for line in family["methods"]]
 
 
-def load_model(run: Mapping[str, Any]) -> Model:
+def load_model(run: Mapping[str, Any], lines: Sequence[str]) -> Model:
     """Loads the model of a run. Methods find the tables of the run and no others, whoever runs it."""
     model = kvjax.load(run["model"])
-    os.environ["KVJAX_TABLES"] = str(make_tables(model, run))
+    os.environ["KVJAX_TABLES"] = str(make_tables(model, run, lines))
     return model
 
 
-def make_tables(model: Model, run: Mapping[str, Any]) -> Path:
-    """Makes the tables that methods of a run need and that are not there yet; returns their folder for KVJAX_TABLES."""
+def make_tables(model: Model, run: Mapping[str, Any], lines: Sequence[str]) -> Path:
+    """Makes the tables that lines of a run need and that are not there yet; returns their folder for KVJAX_TABLES."""
     declared = run.get("tables", {"kinds": ()})
     settings = "".join(f".{declared[name]}" for name in TABLE_SIZES if name in declared)
     folder = make_cache_directory(f"tables/{re.sub(r'[^a-z0-9.-]+', '_', run['model'].lower())}{settings}")
     if not declared["kinds"]:
         return folder
-    needed = find_kinds([kvjax.parse(variant) for _, line in read_methods(run) for variant in line.split(";")])
+    needed = find_kinds([kvjax.parse(variant) for line in lines for variant in line.split(";")])
     for kind in declared["kinds"]:
         name = kind.partition(":")[0]
         path = folder / name / f"{kind}.safetensors"
@@ -136,8 +137,13 @@ def calibration_documents(model: Model, contexts: int, tokens: int) -> list[list
     return [encode(text)[:tokens] for text in [*texts, *source_code(of_code, characters)]]
 
 
-def fit(model: Model, run: Mapping[str, Any]) -> dict[str, Any]:
-    """Fits all methods of a run to its fractions; what was fitted before is read, and what failed is tried again.
+def fit(model: Model, run: Mapping[str, Any], wanted: Sequence[str]) -> dict[str, Any]:
+    """Fits lines of a run to its fractions; what was fitted before is read, and what failed is tried again.
+
+    Args:
+      model: that of the run.
+      run: a table of catalogue.toml.
+      wanted: the lines to fit; others keep what they have.
 
     Returns:
       What `NAME.fitted.json` holds: the model, the dtype and bytes of its exact cache, and as `points` the fields of an
@@ -157,12 +163,13 @@ def fit(model: Model, run: Mapping[str, Any]) -> dict[str, Any]:
             f"{path} is of {known_about}, and the run {run['name']!r} of {about}; give the run another name"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
-    points = [p for p in points if (p["family"], p["settings"]) in lines and "why" not in p]
+    points = [p for p in points if (p["family"], p["settings"]) in lines]
+    points = [p for p in points if "why" not in p or p["settings"] not in wanted]
     known = {(p["settings"], p["share"]) for p in points}
     for name, line in lines:
         declared = [AS_WRITTEN] if run.get("kind") == FORMS else run["shares"]
         shares = [share for share in declared if (line, share) not in known]
-        if not shares:
+        if not shares or line not in wanted:
             continue
         try:
             if run.get("kind") == FORMS:
@@ -299,10 +306,12 @@ def measure(runner: CellRunner, run: Mapping[str, Any], piece: Piece) -> Iterato
                 yield about | {"scores": scores[method]}
 
 
-def run_missing(run: Mapping[str, Any], part: Part, until: float) -> None:
-    """Runs what the records of a run lack."""
-    model = load_model(run)
-    methods = [FULL, *dict.fromkeys(point["method"] for point in fit(model, run)["points"] if point["method"])]
+def run_missing(run: Mapping[str, Any], part: Part, until: float, pattern: str = "") -> None:
+    """Runs what the records of a run lack, in the lines that the pattern is found in, and under the exact cache."""
+    lines = [line for _, line in read_methods(run) if re.search(pattern, line)]
+    model = load_model(run, lines)
+    points = [point for point in fit(model, run, lines)["points"] if point["settings"] in lines]
+    methods = [FULL, *dict.fromkeys(point["method"] for point in points if point["method"])]
     runner = CellRunner(model, methods)
     suffix = f".{part.number}-of-{part.count}" if part.count > 1 else ""
     path = RESULTS / f"{run['name']}{suffix}.jsonl"
@@ -333,7 +342,8 @@ def repeat(run: Mapping[str, Any], count: int) -> None:
     """Measures lines of a run again, drawn by lot, and prints both scores; another machine may round some apart."""
     recorded = [line for line in read_lines(run["name"]) if "scores" in line]
     drawn = random.sample(recorded, min(count, len(recorded)))
-    runner = CellRunner(load_model(run), [line["method"] for line in drawn])
+    methods = [line["method"] for line in drawn]
+    runner = CellRunner(load_model(run, methods), methods)
     for line in drawn:
         about = f"{line['method']}, {line['task']}, seed {line['seed']}"
         (again,) = measure(runner, run, Piece(line["task"], line["seed"], (line["method"],)))
@@ -351,6 +361,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     p.add_argument("--only", help="one run of catalogue.toml (default: all, in order)")
     p.add_argument("--part", type=parse_part, default=Part(1, 1), help="such as 3/8: a part of the pieces")
     p.add_argument("--minutes", type=float, default=math.inf, help="begin no piece after these")
+    p.add_argument("--lines", default="", metavar="PATTERN", help="a regular expression (default: all lines)")
     p.add_argument("--repeat", type=int, metavar="N", help="run N lines of the records again, and print both scores")
     args = p.parse_args(argv)
     if args.repeat:
@@ -359,7 +370,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     until = time.monotonic() + 60 * args.minutes
     for run in read_declared(args.only).values():
-        run_missing(run, args.part, until)
+        run_missing(run, args.part, until, args.lines)
 
 
 if __name__ == "__main__":
