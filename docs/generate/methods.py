@@ -144,9 +144,10 @@ def real_results() -> tuple[Result, ...]:
     return tuple(Result(document) for document in documents if {"bfloat16", "scores"} <= document.keys())
 
 
-def method_names(method: str) -> list[str]:
+@functools.cache
+def method_names(method: str) -> tuple[str, ...]:
     """The names of the methods that a string composes."""
-    return [part.name for part in parse_parts(method)]
+    return tuple(part.name for part in parse_parts(method))
 
 
 def real_model_section(is_wanted: Callable[[str], bool]) -> list[str]:

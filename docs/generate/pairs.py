@@ -60,10 +60,13 @@ def judge_pair(a: str, b: str) -> Verdict:
     return _judge_sorted_pair(*sorted((a, b)))
 
 
+_parse_once = functools.cache(parse)
+
+
 @functools.cache
 def _judge_sorted_pair(a: str, b: str) -> Verdict:
     try:
-        method = compose(parse(a), parse(b))
+        method = compose(_parse_once(a), _parse_once(b))
     except ComponentConflict as clash:
         return Verdict(False, SHARED_COMPONENT[clash.component])
     try:
@@ -73,7 +76,7 @@ def _judge_sorted_pair(a: str, b: str) -> Verdict:
         if method.select is not None:
             return Verdict(False, str(alone))
     try:
-        compose(parse(SELECTION), method).bind(LAYER)
+        compose(_parse_once(SELECTION), method).bind(LAYER)
     except IncompatibleMethod as over_selection:
         return Verdict(False, str(over_selection))
     return Verdict(True, needs_selection=True)

@@ -51,7 +51,7 @@ class MethodEntry:
     family: str
     sized_by: str
 
-    @property
+    @functools.cached_property  # every part of every string asks for it
     def parameters(self) -> dict[str, inspect.Parameter]:
         """The parameters with types and defaults; a range or a choice is left out of a type."""
         parameters = inspect.signature(self.make, eval_str=True).parameters
@@ -275,7 +275,13 @@ def describe_unknown_parameter(method: str, name: str, known: Sequence[str]) -> 
 
 
 def import_builtin_methods() -> dict[str, MethodEntry]:
+    """Imports kvjax's methods, and returns the registry."""
+    import_builtin_files()
+    return REGISTRY
+
+
+@functools.cache  # every part of every string comes here, and Python takes a lock for each of a hundred modules
+def import_builtin_files() -> None:
     """Imports every file of `kvjax/methods/`, so that it registers its methods."""
     for name in dir(importlib.import_module(BUILTIN_PACKAGE)):
         importlib.import_module(f"{BUILTIN_PACKAGE}.{name}")
-    return REGISTRY

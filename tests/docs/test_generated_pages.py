@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import re
@@ -20,6 +21,12 @@ from tests.helpers.documents import FENCE, check_command, commands
 NAMES = sorted(builtin_entries())
 
 
+@functools.cache
+def page_of(name: str) -> str:
+    """The page of a method of kvjax, made once for all tests."""
+    return methods.page(builtin_entries()[name])
+
+
 def blocks(page: str, language: str) -> list[str]:
     """The code of a page's blocks in a language."""
     return [match["code"] for match in FENCE.finditer(page) if match["language"] == language]
@@ -33,7 +40,7 @@ def table_rows(page: str) -> list[list[str]]:
 
 def test_every_page_has_lines_to_copy_that_make_its_method():
     for name, entry in builtin_entries().items():
-        page = methods.page(entry)
+        page = page_of(name)
         (command,), (code,) = blocks(page, "sh"), blocks(page, "python")
         check_command(*commands(command))
         values: dict = {}
@@ -43,7 +50,7 @@ def test_every_page_has_lines_to_copy_that_make_its_method():
 
 def test_every_page_explains_every_parameter_with_its_default():
     for entry in builtin_entries().values():
-        page = methods.page(entry)
+        page = page_of(entry.name)
         section = page[page.index("## Parameters") : page.index("## What it computes")]
         explained: list[str] = []
         for names, meaning in (cells for cells in table_rows(section) if "`" in cells[0]):
@@ -72,10 +79,10 @@ def test_parameters_and_the_description_of_a_docstring_are_told_apart():
 
 
 def test_classes_that_a_docstring_refers_to_are_on_the_page():
-    page = methods.page(builtin_entries()["kvcrush"])
+    page = page_of("kvcrush")
     assert "see `KVCrush`" in page and "### KVCrush" in page
     assert "Chooses representatives by the Hamming distance of each unit's signature to one anchor" in page
-    assert "### lococo tables" in methods.page(builtin_entries()["lococo"])
+    assert "### lococo tables" in page_of("lococo")
 
 
 def test_pages_do_not_depend_on_what_a_user_has_registered(clean_registry):
@@ -104,13 +111,14 @@ def test_methods_were_measured_and_each_is_in_one_family_of_the_menu():
 
 
 def test_the_numbers_of_every_page_are_those_of_the_results():
+    measured, config = json.loads(RESULTS.read_text()), kvjax.load("testbed").config
     for entry in builtin_entries().values():
-        page, row = methods.page(entry), json.loads(RESULTS.read_text()).get(entry.example)
+        page, row = page_of(entry.name), measured.get(entry.example)
         if row is None:
             assert f"Not yet measured: `{entry.example}`." in page
             continue
         (line,) = (cells for cells in table_rows(page) if cells[0] == f"`{entry.example}`" and len(cells) == 8)
-        planned = kvjax.planned_bytes(entry.example, kvjax.load("testbed").config, 2048, dtype="bfloat16")
+        planned = kvjax.planned_bytes(entry.example, config, 2048, dtype="bfloat16")
         numbers = (planned.fraction_of_full, planned.host_fraction_of_full, row["recall"])
         assert line[1:4] == [f"{fraction:.1%}" for fraction in numbers], entry.example
         assert line[6:] == [f"{planned.held[kind] / 1024:,.0f}" for kind in ("device", "pinned_host")]
@@ -119,7 +127,7 @@ def test_the_numbers_of_every_page_are_those_of_the_results():
 
 def test_every_page_has_what_a_real_model_did_under_its_method_with_bytes_in_bfloat16():
     for name in set(NAMES) - {"full"}:
-        page, has_row, shown = methods.page(builtin_entries()[name]), False, set()
+        page, has_row, shown = page_of(name), False, set()
         for result in methods.real_results():
             of_this_run = {method: kvjax.parse(method) for method in set(result.document["scores"]) - {"full"}}
             new = [method for method, value in of_this_run.items() if value not in shown]
