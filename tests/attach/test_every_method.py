@@ -1,4 +1,4 @@
-"""A decoder in plain JAX equals kvjax' own, with the same weights, under every class of component."""
+"""A decoder in plain JAX equals kvjax' own, with the same weights, under all that a method may ask of it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvjax.models.model import Model
 from kvjax.testing import toy_model
 from tests.attach.plain_decoder import forward
 from tests.contract.cases import FIRST_CASES
-from tests.contract.table import methods_of_distinct_parts
+from tests.contract.table import methods_of_each_demand
 
 SEVERAL_LAYERS = {"a2ats": 2, "cake": 2, "kcache": 2, "kvzip": 2, "minicache": 2, "specache": 2, "tidal_decode": 2}
 """Methods with layers that pass values to each other or share a budget; all others run on one layer."""
@@ -41,6 +41,9 @@ STEPS = TOKENS[:, WIDTH:]
 SWAP = np.array([1, 0])
 SHARING = {"cskv", "matryoshka", "merged_heads"}
 """Methods whose sequences share a calibrated basis; every other array has an entry for each sequence."""
+
+STATES = ("dms", "gear", "h2o", "keyformer", "kivi", "kvquant", "kvtc", "quest", "shadowkv", "tova", "triattention")
+"""Methods that put codes, outliers, sums of attention or an index into the state, which the sequences take along."""
 
 
 def reorder(cache: dict, order: np.ndarray, shares: bool) -> dict:
@@ -69,7 +72,7 @@ def run_own_decoder(method: str, model: Model) -> tuple[np.ndarray, np.ndarray]:
     return np.asarray(last), np.stack(steps, 1)
 
 
-@pytest.mark.parametrize("name", (*methods_of_distinct_parts(), "dms"))
+@pytest.mark.parametrize("name", sorted({*methods_of_each_demand(), *SHARING, *STATES}))
 def test_a_plain_decoder_equals_ours(name):
     method, model = STRINGS[name], tiny_model(SEVERAL_LAYERS.get(name, 2 if "scope=model" in STRINGS[name] else 1))
     attached = custom_decoder.attach(method, specs(model.config), CAPACITY, gives=GIVES)

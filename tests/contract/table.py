@@ -90,6 +90,24 @@ def _fields(value: Any) -> dict[str, Any]:
     return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
 
 
+def _parts(name: str) -> dict[str, Any]:
+    """The components of a method's first case and of its selection, by their slots, without the scorer."""
+    parts = _fields(parse(FIRST_CASES[name].small))
+    selection = parts.pop("select", None)
+    if selection is not None:
+        parts |= _fields(selection)
+        del parts["scorer"]
+    return parts
+
+
+def _demands(name: str) -> set[Any]:
+    """What a method's first case asks of a decoder: the kind of layer, which slots are filled, and each need."""
+    bound_layer = layer.bind(FIRST_CASES[name].small)
+    demands = {type(parse(FIRST_CASES[name].small)), type(bound_layer)}
+    demands |= {(slot, dataclasses.is_dataclass(part) or bool(part)) for slot, part in _parts(name).items()}
+    return demands | {(need, value is None, bool(value)) for need, value in _fields(bound_layer.needs).items()}
+
+
 @functools.cache
 def methods_of_distinct_parts() -> tuple[str, ...]:
     """Methods that together have every class of component but scorers, and ask a decoder for all that one may ask.
@@ -97,17 +115,24 @@ def methods_of_distinct_parts() -> tuple[str, ...]:
     For passes of whole prompts, where a scorer is one more function of arrays; its oracle says what it returns.
     """
     methods, known = [], set()
-    for name, case in FIRST_CASES.items():
-        method, bound_layer = parse(case.small), layer.bind(case.small)
-        parts = _fields(method)
-        selection = parts.pop("select", None)
-        if selection is not None:
-            parts |= _fields(selection)
-            del parts["scorer"]
-        new = {type(method), type(bound_layer)}.union(*map(component_classes, parts.values()))
-        new |= {(slot, bool(part)) for slot, part in parts.items() if not dataclasses.is_dataclass(part)}
-        new |= {(need, value is None, bool(value)) for need, value in _fields(bound_layer.needs).items()}
+    for name in FIRST_CASES:
+        new = _demands(name).union(*map(component_classes, _parts(name).values()))
         if name in LINKED or new - known:
             methods.append(name)
             known |= new
     return tuple(methods)
+
+
+@functools.cache
+def methods_of_each_demand() -> tuple[str, ...]:
+    """Some twenty methods that together ask a decoder for all that one may ask, each component of some kind.
+
+    For what surrounds a component and does not depend on its class: the decoder, the batch, the transformation.
+    """
+    demands = {name: _demands(name) for name in FIRST_CASES}
+    chosen = list(LINKED)
+    missing = set().union(*demands.values()).difference(*(demands[name] for name in chosen))
+    while missing:
+        chosen.append(max(demands, key=lambda name: len(demands[name] & missing)))
+        missing -= demands[chosen[-1]]
+    return tuple(sorted(chosen))

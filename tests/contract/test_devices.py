@@ -30,6 +30,7 @@ from kvjax.registry.strings import method_of
 from kvjax.testing import toy_model
 from tests.contract import layer
 from tests.contract.cases import FIRST_CASES
+from tests.contract.table import methods_of_distinct_parts
 
 B, K, G, H = 4, 4, 2, 32
 LENGTHS = np.array([9, 1, 6, 4], np.int32)
@@ -56,8 +57,8 @@ OTHERS = (
 
 
 def method_mesh_pairs() -> list[tuple[str, tuple[int, int]]]:
-    """Pairs (method, mesh): all meshes for `ALL_HEADS`, one that shards heads for each method's first case."""
-    first_cases = sorted({case.small for case in FIRST_CASES.values()} - set(ALL_HEADS))
+    """Pairs (method, mesh): all meshes for `ALL_HEADS`, one that shards heads for each class of component."""
+    first_cases = sorted({FIRST_CASES[name].small for name in methods_of_distinct_parts()} - set(ALL_HEADS))
     return [*itertools.product(ALL_HEADS, MESHES), *OTHERS, *zip(first_cases, itertools.cycle(MESHES[:2]))]
 
 

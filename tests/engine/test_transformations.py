@@ -1,8 +1,9 @@
 """Every method, or every class of component, under every transformation of JAX, on the smallest model that can fail.
 
-Tests that only trace run on every case. One program per method is compiled, a scan inside `vmap` inside the caller's
-own `shard_map` inside `jit`; it is compared with `kvjax.prefill` and `kvjax.generate`. Its logits are compared with
-those of an exported `extend` of several tokens, under methods that together have every class of component in a step.
+Tests that only trace run on every case. A scan inside `vmap` inside the caller's own `shard_map` inside `jit` is traced
+for every class of component, which is where JAX lacks a rule if it lacks one, and compiled for all that a method may
+ask of a decoder; it is compared with `kvjax.prefill` and `kvjax.generate`. Its logits are compared with those of an
+exported `extend` of several tokens, under methods that together have every class of component in a step.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from kvjax.engine.decode import num_draft_tokens
 from kvjax.models.model import Model
 from kvjax.testing import toy_model
 from tests.contract.cases import CASES, FIRST_CASES
-from tests.contract.table import methods_of_distinct_parts, representative_methods
+from tests.contract.table import methods_of_distinct_parts, methods_of_each_demand, representative_methods
 
 SMALL = {case.id: case.small for case in CASES}
 STATE_KINDS = ("full", "offload", "kivi", "h2o", "adakv", "quest", "minicache")
@@ -105,9 +106,19 @@ def every_case(request: pytest.FixtureRequest) -> Case:
     return make_case(request.param)
 
 
-@pytest.fixture(scope="module", params=[FIRST_CASES[method].id for method in methods_of_distinct_parts()])
+COMPILED = sorted({FIRST_CASES[method].id for method in methods_of_each_demand()} | {*STATE_KINDS})
+TRACED = sorted({FIRST_CASES[method].id for method in methods_of_distinct_parts()} - {*COMPILED})
+
+
+@pytest.fixture(scope="module", params=COMPILED)
 def case(request: pytest.FixtureRequest) -> Case:
-    """Every class of component, for tests that compile and run."""
+    """All that a method may ask of a decoder, for tests that compile and run."""
+    return make_case(request.param)
+
+
+@pytest.fixture(scope="module", params=TRACED)
+def traced_case(request: pytest.FixtureRequest) -> Case:
+    """Every other class of component, for tests that trace."""
     return make_case(request.param)
 
 
@@ -159,9 +170,8 @@ def partitioner(case: Case):
     jax.config.update("jax_use_shardy_partitioner", is_shardy)
 
 
-@pytest.mark.usefixtures("partitioner")
-def test_scan_in_vmap_in_shard_map_in_jit_gives_what_the_convenient_calls_give(case: Case):
-    logits, cache, following = case.convenient_results
+def scan_in_vmap_in_shard_map_in_jit(case: Case) -> Any:
+    """The jitted function of (params, tokens, lengths, fed) -> (logits of the prompts, and of what is fed)."""
 
     def run_one(params: Any, tokens: Array, length: Array, fed: Array) -> tuple[Array, Array]:
         first, cache = case.prefill(params, tokens[None], length[None])
@@ -171,8 +181,21 @@ def test_scan_in_vmap_in_shard_map_in_jit_gives_what_the_convenient_calls_give(c
     rows = PartitionSpec("rows")
     mesh = jax.make_mesh((2,), ("rows",), axis_types=(AxisType.Auto,))
     mapped = jax.vmap(run_one, in_axes=(None, 0, 0, 0))
-    mapped = jax.shard_map(mapped, mesh=mesh, in_specs=(PartitionSpec(), rows, rows, rows), out_specs=rows)
-    first, case.steps = jax.jit(mapped)(case.params, *PROMPTS, following[:, :-1])
+    return jax.jit(jax.shard_map(mapped, mesh=mesh, in_specs=(PartitionSpec(), rows, rows, rows), out_specs=rows))
+
+
+def test_every_component_is_traced_by_a_scan_in_vmap_in_shard_map_in_jit(traced_case: Case):
+    fed = TOKENS[:, :NEW]
+    first, steps = jax.eval_shape(scan_in_vmap_in_shard_map_in_jit(traced_case), traced_case.params, *PROMPTS, fed)
+    vocab_size = traced_case.config.vocab_size
+    assert (first.shape, steps.shape) == ((len(LENGTHS), vocab_size), (*fed.shape, vocab_size))
+
+
+@pytest.mark.usefixtures("partitioner")
+def test_scan_in_vmap_in_shard_map_in_jit_gives_what_the_convenient_calls_give(case: Case):
+    logits, cache, following = case.convenient_results
+    run = scan_in_vmap_in_shard_map_in_jit(case)
+    first, case.steps = run(case.params, *PROMPTS, following[:, :-1])
     assert_close(first, logits)
     if num_draft_tokens(case.plan):  # each call drafts anew, while `generate` continues its draft
         one_by_one = []

@@ -16,6 +16,7 @@ from kvjax.errors import IncompatibleMethod, KvjaxError
 from kvjax.registry.strings import split_methods
 from kvjax.testing import toy_model
 from tests.contract.cases import FIRST_CASES
+from tests.contract.table import methods_of_each_demand
 
 PROMPTS = [list(range(1, 38)), [8, 3], list(range(40, 74)), list(range(5, 17))]
 SELECT = [
@@ -35,14 +36,15 @@ SELECT = [
 ]
 THEN_AGAIN = "accumulated:budget=12 + h2o:heavy=6,recent=2"  # two sums of attention: over all, and over what is kept
 INFLLM = "infllm:block=4,sinks=4,local=8,topk=2,representatives=2,chunk=4"
+PACKED = ("kvarn", "kvtc", "rotatekv", "saq")  # codes of each token's row in two bits
 COMPOSED = [
     SELECT[8],
     SELECT[10],
     SELECT[11],
     "kivi:bits=4,group=8,residual=8 + specache:bits=1,group=8,residual=8,topk=3",
 ]
-EACH = [case.small for case in FIRST_CASES.values()] + COMPOSED
-PACKED = ("kvarn", "kvtc", "rotatekv", "saq")  # codes of each token's row in two bits
+# In one layer the battery's rule of neighbours holds of every case; here it is the model around the layers.
+EACH = [FIRST_CASES[name].small for name in sorted({*methods_of_each_demand(), *PACKED})] + COMPOSED
 FEW = [PROMPTS[i] for i in (0, 1, 3)]  # the last two, alone, share one set of shapes
 
 

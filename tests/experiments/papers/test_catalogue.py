@@ -106,6 +106,8 @@ def test_tables_are_calibrated_once_and_what_lacked_one_is_fitted_again(results,
     asked = '\n[run.tables]\ncontexts = 2\ntokens = 32\nkinds = ["qfilters", "heads", "merged_bases:heads=3"]\n'
     declared.write_text(declared.read_text() + asked)
     (results.parent / "families.toml").write_text(FAMILIES.replace('"int8",', '"int8", "int4; merged_heads",'))
+    catalogue.main(["--minutes", "0", "--lines", "^sinks"])
+    assert "tiny: a table of" not in (said := capsys.readouterr().err) and "fitted" not in said
     catalogue.main(["--minutes", "0"])
     said = capsys.readouterr().err
     assert "tiny: a table of qfilters, " in said and "tiny: no table of merged_bases:heads=3: 3 heads toget" in said
