@@ -13,9 +13,9 @@ import kvjax
 from docs.generate import entries, methods, pairs
 from kvjax import KvjaxError, cli
 from kvjax.method_api import Method, load_methods, register_method
+from kvjax.registry import registration
 from kvjax.registry.docstrings import parse_docstring
 from kvjax.registry.loading import load_all
-from kvjax.registry import registration
 from kvjax.registry.registration import REGISTRY
 from kvjax.testing import check_method, toy_model
 from tests.contract import test_contract
