@@ -100,12 +100,22 @@ def choose_pairs(meetings: dict[tuple[str, str], set]) -> list[tuple[str, str]]:
     return pairs
 
 
+WITH_THE_SELECTION = ("second_stage", "representatives", "merge", "layer_budgets", "side_store")
+
+
+def component_places(name: str) -> set[str]:
+    """Where a method's components work: in the compression of a prompt, in the codecs, or in another slot."""
+    places = {"select": WITH_THE_SELECTION, "k": ("v",)}
+    names = {slot: place for place, slots in places.items() for slot in slots}
+    return {names.get(slot, slot) for slot in component_names(name)}
+
+
 def distinct_pairs() -> list[tuple[str, str]]:
-    """Pairs in which each kind of component meets each component that other methods define beside it."""
+    """Pairs in which each kind of component meets what other methods define beside it, by its place."""
     meetings = {}
     for a, b in PAIRS:
         if not isinstance(bind_pair(a, b), IncompatibleMethod):
-            sides = (component_kinds(a), component_names(b)), (component_kinds(b), component_names(a))
+            sides = (component_kinds(a), component_places(b)), (component_kinds(b), component_places(a))
             meetings[a, b] = set().union(*(itertools.product(*side) for side in sides))
     return choose_pairs(meetings)
 
