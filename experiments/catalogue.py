@@ -79,9 +79,10 @@ def read_declared(only: str | None) -> dict[str, Mapping[str, Any]]:
 
 
 def read_methods(run: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Reads the lines of a run, each with its family."""
+    """Reads the lines of a run, each with its family; those that a run has `added` come last."""
     families = tomllib.loads((DECLARED.parent / run["methods"]).read_text())["family"]
-    return [(family["name"], line) for family in families for line in family["methods"]]
+    lines = [(family["name"], line) for family in families for line in family["methods"]]
+    return lines + [("added to the front", line) for line in run.get("added", ())]
 
 
 def load_model(run: Mapping[str, Any], lines: Sequence[str]) -> Model:
