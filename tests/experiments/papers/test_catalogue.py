@@ -129,6 +129,20 @@ def test_tables_are_calibrated_once_and_what_lacked_one_is_fitted_again(results,
         catalogue.main(["--minutes", "0"])
 
 
+def test_a_run_has_lines_of_its_own_beside_those_of_its_file(results):
+    declared = results.parent / "catalogue.toml"
+    declared.write_text(declared.read_text().replace("batch = 2", 'batch = 2\nadded = ["int4"]'))
+    run = catalogue.read_declared("tiny")["tiny"]
+    assert [line for _, line in catalogue.read_methods(run)] == [
+        "sinks_and_recent:budget=32",
+        "int8",
+        "qfilters:budget=32",
+        "int4",
+    ]
+    catalogue.main(["--minutes", "0", "--lines", "^int4"])
+    assert {p["settings"] for p in catalogue.read_fitted(run)["points"]} == {"int4"}
+
+
 def test_tables_are_calibrated_on_documentation_and_code():
     model = kvjax.load("testbed")
     prose, code = catalogue.calibration_documents(model, 2, 64)
