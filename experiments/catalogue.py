@@ -310,6 +310,9 @@ def measure(runner: CellRunner, run: Mapping[str, Any], piece: Piece) -> Iterato
 def run_missing(run: Mapping[str, Any], part: Part, until: float, pattern: str = "") -> None:
     """Runs what the records of a run lack, in the lines that the pattern is found in, and under the exact cache."""
     lines = [line for _, line in read_methods(run) if re.search(pattern, line)]
+    if not lines:
+        log_progress(f"{run['name']}: {pattern!r} is found in no line")
+        return
     model = load_model(run, lines)
     points = [point for point in fit(model, run, lines)["points"] if point["settings"] in lines]
     methods = [FULL, *dict.fromkeys(point["method"] for point in points if point["method"])]

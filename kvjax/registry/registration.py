@@ -274,14 +274,9 @@ def describe_unknown_parameter(method: str, name: str, known: Sequence[str]) -> 
     return f"{method} has no parameter {name!r}{f'{close} It' if close else '; it'} has {', '.join(known) or 'none'}"
 
 
-def import_builtin_methods() -> dict[str, MethodEntry]:
-    """Imports kvjax's methods, and returns the registry."""
-    import_builtin_files()
-    return REGISTRY
-
-
 @functools.cache  # every part of every string comes here, and Python takes a lock for each of a hundred modules
-def import_builtin_files() -> None:
-    """Imports every file of `kvjax/methods/`, so that it registers its methods."""
+def import_builtin_methods() -> dict[str, MethodEntry]:
+    """Imports every file of `kvjax/methods/`, so that it registers its methods, and returns the registry."""
     for name in dir(importlib.import_module(BUILTIN_PACKAGE)):
         importlib.import_module(f"{BUILTIN_PACKAGE}.{name}")
+    return REGISTRY

@@ -18,7 +18,7 @@ from kvjax.models.model import Model
 from kvjax.testing import toy_model
 from tests.attach.plain_decoder import forward
 from tests.contract.cases import FIRST_CASES
-from tests.contract.table import methods_of_each_demand
+from tests.contract.table import methods_of_every_slot_and_need
 
 SEVERAL_LAYERS = {"a2ats": 2, "cake": 2, "kcache": 2, "kvzip": 2, "minicache": 2, "specache": 2, "tidal_decode": 2}
 """Methods with layers that pass values to each other or share a budget; all others run on one layer."""
@@ -72,7 +72,7 @@ def run_own_decoder(method: str, model: Model) -> tuple[np.ndarray, np.ndarray]:
     return np.asarray(last), np.stack(steps, 1)
 
 
-@pytest.mark.parametrize("name", sorted({*methods_of_each_demand(), *SHARING, *STATES}))
+@pytest.mark.parametrize("name", sorted({*methods_of_every_slot_and_need(), *SHARING, *STATES}))
 def test_a_plain_decoder_equals_ours(name):
     method, model = STRINGS[name], tiny_model(SEVERAL_LAYERS.get(name, 2 if "scope=model" in STRINGS[name] else 1))
     attached = custom_decoder.attach(method, specs(model.config), CAPACITY, gives=GIVES)

@@ -90,9 +90,9 @@ def _fields(value: Any) -> dict[str, Any]:
     return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
 
 
-def _parts(name: str) -> dict[str, Any]:
-    """The components of a method's first case and of its selection, by their slots, without the scorer."""
-    parts = _fields(parse(FIRST_CASES[name].small))
+def _parts(method: Any) -> dict[str, Any]:
+    """The components of a method and of its selection, by their slots, without the scorer."""
+    parts = _fields(method)
     selection = parts.pop("select", None)
     if selection is not None:
         parts |= _fields(selection)
@@ -100,12 +100,12 @@ def _parts(name: str) -> dict[str, Any]:
     return parts
 
 
-def _demands(name: str) -> set[Any]:
-    """What a method's first case asks of a decoder: the kind of layer, which slots are filled, and each need."""
-    bound_layer = layer.bind(FIRST_CASES[name].small)
-    demands = {type(parse(FIRST_CASES[name].small)), type(bound_layer)}
-    demands |= {(slot, dataclasses.is_dataclass(part) or bool(part)) for slot, part in _parts(name).items()}
-    return demands | {(need, value is None, bool(value)) for need, value in _fields(bound_layer.needs).items()}
+def _slots_and_needs(name: str) -> set[Any]:
+    """Lists what a method's first case asks of a decoder: its kind of layer, the slots that it fills, and its needs."""
+    method, bound_layer = parse(FIRST_CASES[name].small), layer.bind(FIRST_CASES[name].small)
+    slots = {(slot, dataclasses.is_dataclass(part) or bool(part)) for slot, part in _parts(method).items()}
+    needs = {(need, value is None, bool(value)) for need, value in _fields(bound_layer.needs).items()}
+    return {type(method), type(bound_layer)} | slots | needs
 
 
 @functools.cache
@@ -115,8 +115,8 @@ def methods_of_distinct_parts() -> tuple[str, ...]:
     For passes of whole prompts, where a scorer is one more function of arrays; its oracle says what it returns.
     """
     methods, known = [], set()
-    for name in FIRST_CASES:
-        new = _demands(name).union(*map(component_classes, _parts(name).values()))
+    for name, case in FIRST_CASES.items():
+        new = _slots_and_needs(name).union(*map(component_classes, _parts(parse(case.small)).values()))
         if name in LINKED or new - known:
             methods.append(name)
             known |= new
@@ -124,15 +124,16 @@ def methods_of_distinct_parts() -> tuple[str, ...]:
 
 
 @functools.cache
-def methods_of_each_demand() -> tuple[str, ...]:
-    """Some twenty methods that together ask a decoder for all that one may ask, each component of some kind.
+def methods_of_every_slot_and_need() -> tuple[str, ...]:
+    """A few methods that together fill every slot, leave every slot empty, and have every need.
 
     For what surrounds a component and does not depend on its class: the decoder, the batch, the transformation.
     """
-    demands = {name: _demands(name) for name in FIRST_CASES}
+    asked = {name: _slots_and_needs(name) for name in FIRST_CASES}
     chosen = list(LINKED)
-    missing = set().union(*demands.values()).difference(*(demands[name] for name in chosen))
+    missing = set().union(*asked.values()).difference(*(asked[name] for name in chosen))
     while missing:
-        chosen.append(max(demands, key=lambda name: len(demands[name] & missing)))
-        missing -= demands[chosen[-1]]
+        most = max(asked, key=lambda name: len(asked[name] & missing))
+        chosen.append(most)
+        missing -= asked[most]
     return tuple(sorted(chosen))

@@ -100,14 +100,14 @@ def choose_pairs(meetings: dict[tuple[str, str], set]) -> list[tuple[str, str]]:
     return pairs
 
 
-WITH_THE_SELECTION = ("second_stage", "representatives", "merge", "layer_budgets", "side_store")
+OF_THE_SELECTION = ("second_stage", "representatives", "merge", "layer_budgets", "side_store")
+PLACES = dict.fromkeys(OF_THE_SELECTION, "select") | {"v": "k"}
+"""Slots whose components work together with those of another slot, which stands for them all."""
 
 
 def component_places(name: str) -> set[str]:
-    """Where a method's components work: in the compression of a prompt, in the codecs, or in another slot."""
-    places = {"select": WITH_THE_SELECTION, "k": ("v",)}
-    names = {slot: place for place, slots in places.items() for slot in slots}
-    return {names.get(slot, slot) for slot in component_names(name)}
+    """Names the places at which a method's components work: the selection, the codecs, or another slot."""
+    return {PLACES.get(slot, slot) for slot in component_names(name)}
 
 
 def distinct_pairs() -> list[tuple[str, str]]:

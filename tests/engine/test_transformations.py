@@ -1,9 +1,10 @@
 """Every method, or every class of component, under every transformation of JAX, on the smallest model that can fail.
 
 Tests that only trace run on every case. A scan inside `vmap` inside the caller's own `shard_map` inside `jit` is traced
-for every class of component, which is where JAX lacks a rule if it lacks one, and compiled for all that a method may
-ask of a decoder; it is compared with `kvjax.prefill` and `kvjax.generate`. Its logits are compared with those of an
-exported `extend` of several tokens, under methods that together have every class of component in a step.
+for every class of component, since tracing fails where an operation has no rule for a transformation. The program is
+compiled under a few methods that fill every slot and have every need; it is compared with `kvjax.prefill` and
+`kvjax.generate`. Its logits are compared with those of an exported `extend` of several tokens, which runs under methods
+that together have every class of component in a step.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from kvjax.engine.decode import num_draft_tokens
 from kvjax.models.model import Model
 from kvjax.testing import toy_model
 from tests.contract.cases import CASES, FIRST_CASES
-from tests.contract.table import methods_of_distinct_parts, methods_of_each_demand, representative_methods
+from tests.contract.table import methods_of_distinct_parts, methods_of_every_slot_and_need, representative_methods
 
 SMALL = {case.id: case.small for case in CASES}
 STATE_KINDS = ("full", "offload", "kivi", "h2o", "adakv", "quest", "minicache")
@@ -106,13 +107,13 @@ def every_case(request: pytest.FixtureRequest) -> Case:
     return make_case(request.param)
 
 
-COMPILED = sorted({FIRST_CASES[method].id for method in methods_of_each_demand()} | {*STATE_KINDS})
+COMPILED = sorted({FIRST_CASES[method].id for method in methods_of_every_slot_and_need()} | {*STATE_KINDS})
 TRACED = sorted({FIRST_CASES[method].id for method in methods_of_distinct_parts()} - {*COMPILED})
 
 
 @pytest.fixture(scope="module", params=COMPILED)
 def case(request: pytest.FixtureRequest) -> Case:
-    """All that a method may ask of a decoder, for tests that compile and run."""
+    """A method that fills slots or has needs that no other one has, for tests that compile and run."""
     return make_case(request.param)
 
 

@@ -16,7 +16,7 @@ from kvjax.errors import IncompatibleMethod, KvjaxError
 from kvjax.registry.strings import split_methods
 from kvjax.testing import toy_model
 from tests.contract.cases import FIRST_CASES
-from tests.contract.table import methods_of_each_demand
+from tests.contract.table import methods_of_every_slot_and_need
 
 PROMPTS = [list(range(1, 38)), [8, 3], list(range(40, 74)), list(range(5, 17))]
 SELECT = [
@@ -43,8 +43,8 @@ COMPOSED = [
     SELECT[11],
     "kivi:bits=4,group=8,residual=8 + specache:bits=1,group=8,residual=8,topk=3",
 ]
-# In one layer the battery's rule of neighbours holds of every case; here it is the model around the layers.
-EACH = [FIRST_CASES[name].small for name in sorted({*methods_of_each_demand(), *PACKED})] + COMPOSED
+# The battery compares neighbours under every case in one layer; these tests ask about the model around the layers.
+EACH = [FIRST_CASES[name].small for name in sorted({*methods_of_every_slot_and_need(), *PACKED})] + COMPOSED
 FEW = [PROMPTS[i] for i in (0, 1, 3)]  # the last two, alone, share one set of shapes
 
 

@@ -13,10 +13,9 @@ import kvjax
 from docs.generate import entries, methods, pairs
 from kvjax import KvjaxError, cli
 from kvjax.method_api import Method, load_methods, register_method
-from kvjax.registry import registration
 from kvjax.registry.docstrings import parse_docstring
 from kvjax.registry.loading import load_all
-from kvjax.registry.registration import REGISTRY
+from kvjax.registry.registration import REGISTRY, import_builtin_methods
 from kvjax.testing import check_method, toy_model
 from tests.contract import test_contract
 from tests.contract.cases import selection_bytes
@@ -72,7 +71,7 @@ def in_kvjax(tmp_path, monkeypatch, clean_registry):
     attached = lazy_loader.attach("kvjax.methods", submod_attrs=names)
     for name, value in zip(("__getattr__", "__dir__", "__all__"), attached, strict=True):
         monkeypatch.setattr(kvjax.methods, name, value)
-    registration.import_builtin_files.cache_clear()
+    import_builtin_methods.cache_clear()
     yield
     vars(kvjax.methods).pop("value_norm", None)
     sys.modules.pop("kvjax.methods.value_norm", None)
