@@ -101,13 +101,13 @@ def choose_pairs(meetings: dict[tuple[str, str], set]) -> list[tuple[str, str]]:
 
 
 OF_THE_SELECTION = ("second_stage", "representatives", "merge", "layer_budgets", "side_store")
-PLACES = dict.fromkeys(OF_THE_SELECTION, "select") | {"v": "k"}
+PLACE_OF_SLOT = dict.fromkeys(OF_THE_SELECTION, "select") | {"v": "k"}
 """Slots whose components work together with those of another slot, which stands for them all."""
 
 
 def component_places(name: str) -> set[str]:
     """Names the places at which a method's components work: the selection, the codecs, or another slot."""
-    return {PLACES.get(slot, slot) for slot in component_names(name)}
+    return {PLACE_OF_SLOT.get(slot, slot) for slot in component_names(name)}
 
 
 def distinct_pairs() -> list[tuple[str, str]]:
