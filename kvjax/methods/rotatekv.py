@@ -159,14 +159,14 @@ class CrossHeadRotation(kv.CodecWrapper):
     def _rotate_all_heads(self, x: kv.Array) -> kv.Array:
         """Keys x [B K T H] of this device's heads -> the rotated channels of all heads, f32[B T C]."""
         every = kv.over_heads.gather(x.astype(jnp.float32)).swapaxes(1, 2)
-        return self._rotate_groups(every.reshape(*every.shape[:2], -1))
+        return self._rotate_groups(_join_heads(every))
 
     def _restore_keys(self, places: kv.Array, order: kv.Array) -> kv.Array:
         """Sorts and rotates back: this device's places f32[B K T H] -> its heads' keys, f32[B K T H]."""
         num_own_heads, every = places.shape[1], kv.over_heads.gather(places).swapaxes(1, 2)
         order = kv.over_heads.gather(order)
         inverse = jnp.argsort(order.reshape(order.shape[0], -1), -1)
-        flat = every.reshape(*every.shape[:2], -1)
+        flat = _join_heads(every)
         # Whole channels, and not number by number as `take_along_axis` would: one order holds for all tokens.
         inverse = jnp.broadcast_to(inverse, (flat.shape[0], flat.shape[2]))
         rotated = jax.vmap(lambda x, channel: x.at[:, channel].get(mode="promise_in_bounds"))(flat, inverse)
@@ -178,6 +178,11 @@ class CrossHeadRotation(kv.CodecWrapper):
         groups = x.reshape(*x.shape[:-1], x.shape[-1] // self._group_channels, self._group_channels)
         matrix = jnp.asarray(hadamard(self._group_channels))
         return jnp.einsum("...h,hj->...j", groups, matrix, precision=lax.Precision.HIGHEST).reshape(x.shape)
+
+
+def _join_heads(x: kv.Array) -> kv.Array:
+    """[B T K H] -> [B T K*H]; there may be no tokens, so that no size is left to infer."""
+    return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3])
 
 
 @kv.register_method(family="quantization by token", sized_by="bits")

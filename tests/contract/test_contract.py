@@ -107,6 +107,18 @@ def test_c3_only_the_committed_tokens_are_kept(case: MethodCase):
 
 
 @each_case
+def test_c3_a_draft_of_which_nothing_is_kept_changes_no_type(case: MethodCase):
+    """Codecs encode no token then, of which no shape can be inferred."""
+    bound_layer, batch, state = prefill_case(case.small)
+
+    def draft(*args):
+        return [jax.tree.map(jax.typeof, x) for x in (args[0], bound_layer.extend(args[0], *args[1:], 0, None)[1])]
+
+    before, after = layer.trace(draft, state, *batch.tokens(0, 2))
+    assert after == before
+
+
+@each_case
 def test_c5_one_trace_per_shape(case: MethodCase):
     bound_layer, batch, state = prefill_case(case.small)
     _, state = layer.compile_extend(bound_layer)(state, batch.token(0))

@@ -118,6 +118,12 @@ def test_d4_loses_less_than_e8_in_three_and_four_bits_and_more_in_two_and_eight(
     np.testing.assert_allclose([d4 / e8 for d4, e8 in losses], [1.30, 0.85, 0.91, 1.07], atol=0.01)
 
 
+@pytest.mark.parametrize("quantizer", [E8Lattice(3), D4Lattice(3)])
+def test_no_vectors_have_no_codes(quantizer):
+    coded = quantizer.encode(jnp.zeros((2, 1, 0, 32)))
+    assert coded.codes.shape[:3] == coded.scale.shape[:3] == quantizer.decode(coded).shape[:3] == (2, 1, 0)
+
+
 def test_heads_that_are_no_whole_blocks_are_refused():
     with pytest.raises(KvjaxError, match="blocks of 4 channels, and heads have 6; use `int4`"):
         D4Lattice(8).check(6)

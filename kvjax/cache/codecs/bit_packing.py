@@ -108,7 +108,7 @@ def unpack(words: Array, bits: int, axis: int) -> Array:
     # All codes of a word by one broadcast shift: XLA fuses it with the arithmetic that reads them.
     wide = jnp.expand_dims(words, axis + 1)
     codes = (wide >> _bit_offsets(bits, axis + 1, wide.ndim)) & jnp.uint32(2**bits - 1)
-    return codes.reshape(*words.shape[:axis], -1, *words.shape[axis + 1 :])
+    return codes.reshape(*words.shape[:axis], words.shape[axis] * (32 // bits), *words.shape[axis + 1 :])
 
 
 def _bit_offsets(bits: int, axis: int, ndim: int) -> Array:
