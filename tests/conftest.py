@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import os
 import sys
@@ -30,6 +31,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # since the workers of the tests occupy the cores. JAX reads the flags when it first compiles; processes that tests
 # start find all of it in their environment.
 jax.config.update("jax_disable_most_optimizations", True)
+jax.config.update("jax_traceback_in_locations_limit", 0)  # nobody looks up which lines a compiled operation is from
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"
 FLAGS = (
     os.environ.get("XLA_FLAGS", ""),
@@ -48,6 +50,13 @@ def pytest_configure(config: pytest.Config) -> None:
     # Programs of one operation are most of what the tests compile, so none is too small or too quick to keep.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Makes Python look for cycles more rarely: JAX allocates so much that it would do so all the time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -92,7 +92,9 @@ def test_the_rules_of_kvjax_check_hold_of_one_layer(case: MethodCase, rule: Rule
     assert on_purpose in breach.problem if on_purpose else not breach
 
 
-@each_case
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.method in representative_methods()], ids=lambda case: case.id
+)
 def test_c3_only_the_committed_tokens_are_kept(case: MethodCase):
     bound_layer, batch, state = prefill_case(case.small)
     two, drafted = layer.compile_extend(bound_layer)(state, batch.tokens(0, 2))
