@@ -25,8 +25,10 @@ from kvjax.testbed import corpus
 from kvjax.testbed.vocab import END
 
 CONTEXT_TOKENS, NUM_CONTEXTS = 1024, 16
-# By KVzip's scores where those of turned queries divide worse.
-REAL_MODELS = {"head_shares": {"smollm2-135m": "head_shares", "qwen2.5-coder-0.5b": "head_shares:method=kvzip"}}
+# By turned queries where they divide no worse than KVzip's scores, which are the default.
+TURNED = "head_shares:method=turned_queries"
+ON_TESTBED = {"head_shares": TURNED}
+REAL_MODELS = {"head_shares": {"smollm2-135m": TURNED, "qwen2.5-coder-0.5b": "head_shares:method=kvzip"}}
 NUM_REAL_CONTEXTS = 8
 # The examples fit the layers that the tests of every method run: one with two KV heads, and one whose four KV heads
 # divide among four devices.
@@ -49,11 +51,12 @@ def write_kind(name: str) -> None:
     if type(kind).count is TableKind.count and not kind.measuring_method:
         layers = [kind.example(spec, np.random.default_rng(spec.index)) for spec in all_specs]
     else:
-        layers = count_arrays(model, name, corpus.load("train").windows(CONTEXT_TOKENS)[:NUM_CONTEXTS], rows=4)
+        settings = ON_TESTBED.get(name, name)
+        layers = count_arrays(model, settings, corpus.load("train").windows(CONTEXT_TOKENS)[:NUM_CONTEXTS], rows=4)
         text = f"{CONTEXT_TOKENS * NUM_CONTEXTS} tokens of the source code it was trained on"
         if kind.documents(model.config.vocab_size, model.config.max_positions) is not None:
             text = "documents of its own"
-        source = f"kvjax calibrate {name} testbed, {text}"
+        source = f"kvjax calibrate {settings} testbed, {text}"
     table_file.write(folder / "testbed.safetensors", name, all_specs[0], layers, source)
     for real, settings in REAL_MODELS.get(name, {}).items():
         write_real(settings, real)

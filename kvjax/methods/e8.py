@@ -114,7 +114,7 @@ class D4Lattice(kv.Quantizer):
 
 
 def _split_blocks(x: kv.Array, size: int) -> kv.Array:
-    """Splits vectors x [.. H] into blocks [.. H/size size]; there may be no vectors, so that no size is left to infer."""
+    """Vectors x [.. H] -> blocks [.. H/size size]; of no vectors at all a size cannot be inferred."""
     return x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
 
 

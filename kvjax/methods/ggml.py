@@ -83,7 +83,8 @@ class GgmlBlock(kv.Quantizer):
         else:
             zero = 2.0 ** (self.bits - 1) if coded.minima is None else 0.0
             levels = kv.bit_packing.codes_to_float(codes) - zero
-        blocks = levels.reshape(*levels.shape[:-1], levels.shape[-1] // self.block, self.block) * coded.scales[..., None].astype(jnp.float32)
+        blocks = levels.reshape(*levels.shape[:-1], levels.shape[-1] // self.block, self.block)
+        blocks = blocks * coded.scales[..., None].astype(jnp.float32)
         if coded.minima is not None:
             blocks = blocks + coded.minima[..., None].astype(jnp.float32)
         x = blocks.reshape(levels.shape)

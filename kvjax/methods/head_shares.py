@@ -38,10 +38,11 @@ class CalibratedShares(kv.TableKind):
 
     Args:
       method: the method whose scores rank the tokens; it selects, and its scores are comparable between layers.
-        "turned_queries" reads a text once, "kvzip" twice.
+        "kvzip" reads a text twice, and its shares divide better on Gemma 3 270M and Qwen2.5-Coder-0.5B, and no worse on
+        SmolLM2-135M; "turned_queries" reads it once.
     """
 
-    method: str = "turned_queries"
+    method: str = "kvzip"
 
     @property
     def measuring_method(self) -> str:

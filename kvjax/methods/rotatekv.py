@@ -181,7 +181,7 @@ class CrossHeadRotation(kv.CodecWrapper):
 
 
 def _join_heads(x: kv.Array) -> kv.Array:
-    """[B T K H] -> [B T K*H]; there may be no tokens, so that no size is left to infer."""
+    """x [B T K H] -> [B T K*H]; of no tokens at all a size cannot be inferred."""
     return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3])
 
 

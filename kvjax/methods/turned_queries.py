@@ -103,7 +103,7 @@ def turned_queries(
       own queries, so that the model runs once. Early layers get more tokens than by KVzip's division, and late ones
       fewer. At an eighth of the bytes this loses answers on Qwen2.5-Coder-0.5B, where `kvzip` keeps them
       (`docs/divisions.md`): take `level=head + head_shares` there, with a table that `kvjax calibrate
-      head_shares:method=kvzip` has made once and that ships for this model, or `kvzip` and its second pass.
+      head_shares` has made once and that ships for this model, or `kvzip` and its second pass.
 
     Args:
       budget: as in `make_selection`, on average over the heads that share it; tokens that always stay are included.

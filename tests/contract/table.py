@@ -15,7 +15,7 @@ from tests.contract import layer
 from tests.contract.cases import FIRST_CASES
 from tests.contract.method_case import LayerShape
 
-REGISTRY = dict(sorted(load_all().items()))  # by name: tests that import some methods first see the same pairs as others
+REGISTRY = dict(sorted(load_all().items()))  # by name, whichever methods the tests have imported first
 PAIRS = tuple(itertools.combinations(REGISTRY, 2))
 
 
