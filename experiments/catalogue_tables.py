@@ -20,7 +20,7 @@ from docs.generate.catalogue import (
     chosen_table,
     draw_picture,
     forms_page,
-    front_table,
+    front_tables,
     read_results,
     summary,
 )
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     fronts = list(read_results(FRONT).values())
     print(f"## The front\n\n{best_tables(fronts)}")
     for result in fronts:
-        print(f"\n{front_table(result)}")
+        print(f"\n{front_tables(result)}")
     for name, result in read_results(FORMS).items():
         print(f"\n{forms_page(name, result)}")
 

@@ -186,6 +186,7 @@ def best_table(results: Sequence[Result], task: str) -> str:
             if not alone and not with_host:
                 continue
             shown = [_format_method(result, task, points, True) for points in (alone[:1], alone[1:2], with_host[:1])]
+            shown[1] = shown[1].partition(" (")[0]  # the lead over it has an interval
             lead = ""
             if len(alone) > 1:
                 first, second = (p["method"] for p in alone[:2])
@@ -201,36 +202,37 @@ def _format_lead(task: str, mean: float, interval: Interval | None) -> str:
     return f"{mean:+.0f} ({interval.low:+.0f} to {interval.high:+.0f})"
 
 
-def front_table(result: Result) -> str:
-    """A front's methods on a model: a column for each fraction of each use, the best on average in the first use first.
+def front_tables(result: Result) -> str:
+    """A `front_table` for each use that a front has been asked about on a model."""
+    return "\n\n".join(front_table(result, task) for task in find_uses(result))
+
+
+def front_table(result: Result, task: str) -> str:
+    """A front's methods in one use of a model: a column for each fraction, the best on average first.
 
     Bold cells are not told apart from the exact cache; methods with host memory come last, and say so.
     """
-    uses = find_uses(result)
-    columns = [(task, fraction) for task in uses for fraction in result.fractions]
-    cells: dict[str, list[str]] = {}
-    scores: dict[str, list[float]] = {}  # in the first use
+    cells: dict[str, dict[str, str]] = {}
+    scores: dict[str, list[float]] = {}
     hosted: set[str] = set()
-    for number, (task, fraction) in enumerate(columns):
+    for fraction in result.fractions:
         for point in rank_methods(result, task, fraction):
             line, method = point["settings"], point["method"]
             text = _format_score(result, task, method)
-            text = text if is_worse(result, task, method, FULL) else f"**{text}**"
-            cells.setdefault(line, [""] * len(columns))[number] = text
-            if task == uses[0]:
-                scores.setdefault(line, []).append(result.contexts(method, task).mean())
+            if task in BIT_TASKS:  # one text that is lost moves a mean far
+                text = equal_bytes.format_difference(task, *result.paired_difference(method, FULL, task))
+            cells.setdefault(line, {})[fraction] = text if is_worse(result, task, method, FULL) else f"**{text}**"
+            scores.setdefault(line, []).append(result.contexts(method, task).mean())
             if uses_host(result, method):
                 hosted.add(line)
-    sign = 1 if uses[0] in BIT_TASKS else -1
-    ranks = {line: sign * np.mean(values) for line, values in scores.items()}
-    ordered = sorted(cells, key=lambda line: (line in hosted, ranks.get(line, np.inf)))
-    heads = [f"{TITLES[task]}, {fraction}" for task, fraction in columns]
-    exact = [_format_exact(result, task) for task, _ in columns]
-    lines = [f"| {result.title} | {' | '.join(heads)} |", "|---|" + "---:|" * len(heads)]
-    lines.append(f"| `{FULL}` | {' | '.join(exact)} |")
+    sign = 1 if task in BIT_TASKS else -1
+    ordered = sorted(cells, key=lambda line: (line in hosted, sign * np.mean(scores[line])))
+    columns = " | ".join(result.fractions)
+    lines = [f"| {result.title}, {TITLES[task]} | {columns} |", "|---|" + "---:|" * len(result.fractions)]
+    lines.append(f"| `{FULL}` |" + f" {_format_exact(result, task)} |" * len(result.fractions))
     for line in ordered:
         name = equal_bytes.short_name(line) + (", host" if line in hosted else "")
-        lines.append(f"| {name} | {' | '.join(cells[line])} |")
+        lines.append(f"| {name} | {' | '.join(cells[line].get(fraction, '') for fraction in result.fractions)} |")
     return "\n".join(lines)
 
 

@@ -96,7 +96,7 @@ def test_the_table_of_results_is_that_of_the_records():
     assert catalogue.best_tables(fronts) in text
     of_fronts = (quality_against_bytes.ROOT / "docs" / "front.md").read_text(encoding="utf-8")
     for result in fronts:
-        assert catalogue.front_table(result) in of_fronts
+        assert catalogue.front_tables(result) in of_fronts
 
 
 README_METHODS = (
