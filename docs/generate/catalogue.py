@@ -108,13 +108,19 @@ def _format_exact(result: Result, task: str) -> str:
     return f"{result.contexts(FULL, task).mean():.3f} bits" if task in BIT_TASKS else _format_score(result, task, FULL)
 
 
-def _format_method(result: Result, task: str, points: Sequence[Mapping[str, Any]], is_short: bool = False) -> str:
-    """The one method of `points` with its score, with or without its parameters; "" for none."""
+def _format_method(
+    result: Result,
+    task: str,
+    points: Sequence[Mapping[str, Any]],
+    is_short: bool = False,
+    has_interval: bool = True,
+) -> str:
+    """The one method of `points` with its score; its parameters and the interval may be left out. "" for none."""
     if not points:
         return ""
     (point,) = points
     name = equal_bytes.short_name(point["settings"]) if is_short else f"`{point['method']}`"
-    return f"{name} {_format_score(result, task, point['method'])}"
+    return f"{name} {_format_score(result, task, point['method'], has_interval)}"
 
 
 def _rank_by_memory(result: Result, task: str, fraction: str) -> tuple[list[Mapping[str, Any]], ...]:
@@ -124,11 +130,11 @@ def _rank_by_memory(result: Result, task: str, fraction: str) -> tuple[list[Mapp
     return alone, [point for point in ranked if point not in alone]
 
 
-def _format_score(result: Result, task: str, method: str) -> str:
+def _format_score(result: Result, task: str, method: str, has_interval: bool = True) -> str:
     score, interval = result.score(method, task)
     if task in BIT_TASKS or score is None or interval is None:
         return format_score(task, score)
-    return f"{score:.0f} ({interval.low:.0f}–{interval.high:.0f})"
+    return f"{score:.0f}" + (f" ({interval.low:.0f}–{interval.high:.0f})" if has_interval else "")
 
 
 def is_worse(result: Result, task: str, method: str, than: str) -> bool:
@@ -185,13 +191,15 @@ def best_table(results: Sequence[Result], task: str) -> str:
             alone, with_host = _rank_by_memory(result, task, fraction)
             if not alone and not with_host:
                 continue
-            shown = [_format_method(result, task, points, True) for points in (alone[:1], alone[1:2], with_host[:1])]
-            shown[1] = shown[1].partition(" (")[0]  # the lead over it has an interval
+            best = _format_method(result, task, alone[:1], is_short=True)
+            # The lead over it has an interval.
+            next_best = _format_method(result, task, alone[1:2], is_short=True, has_interval=False)
+            hosted = _format_method(result, task, with_host[:1], is_short=True)
             lead = ""
             if len(alone) > 1:
                 first, second = (p["method"] for p in alone[:2])
                 lead = _format_lead(task, *result.paired_difference(first, second, task))
-            cells = [f"{result.title} {fraction}", _format_exact(result, task), *shown[:2], lead, shown[2]]
+            cells = [f"{result.title} {fraction}", _format_exact(result, task), best, next_best, lead, hosted]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -218,9 +226,10 @@ def front_table(result: Result, task: str) -> str:
     for fraction in result.fractions:
         for point in rank_methods(result, task, fraction):
             line, method = point["settings"], point["method"]
-            text = _format_score(result, task, method)
-            if task in BIT_TASKS:  # one text that is lost moves a mean far
+            if task in BIT_TASKS:  # with its interval, since one text that is lost moves a mean far
                 text = equal_bytes.format_difference(task, *result.paired_difference(method, FULL, task))
+            else:
+                text = _format_score(result, task, method)
             cells.setdefault(line, {})[fraction] = text if is_worse(result, task, method, FULL) else f"**{text}**"
             scores.setdefault(line, []).append(result.contexts(method, task).mean())
             if uses_host(result, method):

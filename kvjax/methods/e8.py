@@ -45,7 +45,7 @@ class E8Lattice(kv.Quantizer):
     def encode(self, x: kv.Array) -> LatticeCodes:
         top = 2.0 ** (self.bits - 1) - 1
         y, scale = _scale_to(x, top)
-        whole, half = nearest_point(_split_blocks(y, 8))
+        whole, half = nearest_point(kv.bit_packing.split_blocks(y, 8))
         codes = (whole + (top + 1)).astype(jnp.uint32)  # top + 1 is even, which changes no parity
         last = codes[..., 7:] & ~jnp.uint32(1) | half.astype(jnp.uint32)
         codes = jnp.concatenate([codes[..., :7], last], -1).reshape(x.shape)
@@ -53,7 +53,7 @@ class E8Lattice(kv.Quantizer):
 
     def decode(self, coded: LatticeCodes) -> kv.Array:
         codes = kv.bit_packing.unpack(coded.codes, self.bits, -1)
-        blocks = _split_blocks(codes, 8)
+        blocks = kv.bit_packing.split_blocks(codes, 8)
         half = blocks[..., 7:] & 1
         parity = blocks[..., :7].sum(-1, keepdims=True, dtype=jnp.uint32) & 1
         whole = jnp.concatenate([blocks[..., :7], blocks[..., 7:] & ~jnp.uint32(1) | parity], -1)
@@ -87,7 +87,7 @@ class D4Lattice(kv.Quantizer):
 
     def encode(self, x: kv.Array) -> LatticeCodes:
         y, scale = _scale_to(x, self.top)
-        points = _nearest_even_sum(_split_blocks(y, 4))
+        points = _nearest_even_sum(kv.bit_packing.split_blocks(y, 4))
         first, *others = jnp.split((points + self.top).astype(jnp.uint32), 4, -1)
         base = 2 * self.top + 1
         others = others[0] + base * (others[1] + base * others[2])
@@ -97,7 +97,7 @@ class D4Lattice(kv.Quantizer):
 
     def decode(self, coded: LatticeCodes) -> kv.Array:
         codes = kv.bit_packing.unpack(coded.codes, self.bits, -1)
-        blocks = _split_blocks(codes, 4)
+        blocks = kv.bit_packing.split_blocks(codes, 4)
         code = (blocks << self._bit_offsets(blocks.ndim)).sum(-1, keepdims=True, dtype=jnp.uint32)
         base = 2 * self.top + 1
         rest = code % base * 2
@@ -111,11 +111,6 @@ class D4Lattice(kv.Quantizer):
         """Where the bits of a block's four channels begin in its code; ranks are not promoted by themselves."""
         offsets = jnp.arange(4, dtype=jnp.uint32) * self.bits
         return jnp.expand_dims(offsets, tuple(range(ndim - 1)))
-
-
-def _split_blocks(x: kv.Array, size: int) -> kv.Array:
-    """Vectors x [.. H] -> blocks [.. H/size size]; of no vectors at all a size cannot be inferred."""
-    return x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
 
 
 def _scale_to(x: kv.Array, top: float) -> tuple[kv.Array, kv.Array]:

@@ -51,7 +51,7 @@ class GgmlBlock(kv.Quantizer):
     def encode(self, x: kv.Array) -> GgmlBlocks:
         if self.pairs:
             x = _transpose(x, 2, x.shape[-1] // 2)
-        blocks = x.reshape(*x.shape[:-1], x.shape[-1] // self.block, self.block)
+        blocks = kv.bit_packing.split_blocks(x, self.block)
         at_largest = jnp.abs(blocks).argmax(-1, keepdims=True)
         largest, minima = jnp.take_along_axis(blocks, at_largest, -1), None  # with its sign
         half = 2.0 ** (self.bits - 1)
@@ -83,8 +83,7 @@ class GgmlBlock(kv.Quantizer):
         else:
             zero = 2.0 ** (self.bits - 1) if coded.minima is None else 0.0
             levels = kv.bit_packing.codes_to_float(codes) - zero
-        blocks = levels.reshape(*levels.shape[:-1], levels.shape[-1] // self.block, self.block)
-        blocks = blocks * coded.scales[..., None].astype(jnp.float32)
+        blocks = kv.bit_packing.split_blocks(levels, self.block) * coded.scales[..., None].astype(jnp.float32)
         if coded.minima is not None:
             blocks = blocks + coded.minima[..., None].astype(jnp.float32)
         x = blocks.reshape(levels.shape)

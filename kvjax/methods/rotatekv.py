@@ -175,14 +175,14 @@ class CrossHeadRotation(kv.CodecWrapper):
 
     def _rotate_groups(self, x: kv.Array) -> kv.Array:
         """Rotates each group of heads of x f32[... C]; the rotation is its own inverse."""
-        groups = x.reshape(*x.shape[:-1], x.shape[-1] // self._group_channels, self._group_channels)
+        groups = kv.bit_packing.split_blocks(x, self._group_channels)
         matrix = jnp.asarray(hadamard(self._group_channels))
         return jnp.einsum("...h,hj->...j", groups, matrix, precision=lax.Precision.HIGHEST).reshape(x.shape)
 
 
 def _join_heads(x: kv.Array) -> kv.Array:
-    """x [B T K H] -> [B T K*H]; of no tokens at all a size cannot be inferred."""
-    return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3])
+    """Joins the channels of all heads: x [B T K H] -> [B T K*H]."""
+    return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3])  # no -1: there may be no tokens
 
 
 @kv.register_method(family="quantization by token", sized_by="bits")

@@ -111,7 +111,7 @@ EVERY_FAMILY = ("llama3", "llama3_tied", "qwen2", "qwen3", *LOUD)
 @pytest.mark.parametrize(
     ("name", "weights"), [*((name, "int8") for name in EVERY_FAMILY), ("deepseek_v2", "int4"), ("gpt_oss", "int4")]
 )
-def test_of_every_family_the_kernels_are_coded_and_nothing_else(name, weights):
+def test_a_family_has_codes_of_its_kernels_and_of_nothing_else(name, weights):
     ours, (_, params, _) = family_model(name, weights), load_family(name)
     exact, changed = flatten_dict(params, sep="/"), flatten_dict(restore_kernels(ours).params, sep="/")
     assert changed.keys() == exact.keys()

@@ -119,7 +119,7 @@ def test_d4_loses_less_than_e8_in_three_and_four_bits_and_more_in_two_and_eight(
 
 
 @pytest.mark.parametrize("quantizer", [E8Lattice(3), D4Lattice(3)])
-def test_no_vectors_have_no_codes(quantizer):
+def test_an_array_of_no_vectors_is_encoded_and_decoded(quantizer):
     coded = quantizer.encode(jnp.zeros((2, 1, 0, 32)))
     assert coded.codes.shape[:3] == coded.scale.shape[:3] == quantizer.decode(coded).shape[:3] == (2, 1, 0)
 

@@ -85,6 +85,11 @@ def codes_to_float(codes: Array) -> Array:
     return lax.bitcast_convert_type(codes, jnp.int32).astype(jnp.float32)
 
 
+def split_blocks(x: Array, size: int) -> Array:
+    """Splits vectors x [... H] into blocks [... H/size size]."""
+    return x.reshape(*x.shape[:-1], x.shape[-1] // size, size)  # no -1, which an empty x leaves undetermined
+
+
 def pack(codes: Array, bits: int, axis: int) -> Array:
     """Packs uint32 codes into words along `axis`: code j of a word begins at bit bits * j.
 

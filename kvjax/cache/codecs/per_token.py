@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax.cache.codecs import blockwise
+from kvjax.cache.codecs import bit_packing, blockwise
 from kvjax.cache.codecs.quantizers import MinMax, Quantizer
 from kvjax.cache.storage import Codec
 from kvjax.core import memory
@@ -136,7 +136,7 @@ class PerTokenCodec(Codec):
         x, width = x.astype(jnp.float32), self.count_rotated_channels(x.shape[-1])
         if not width:
             return x
-        blocks = x.reshape(*x.shape[:-1], x.shape[-1] // width, width)  # no -1: x may be empty
+        blocks = bit_packing.split_blocks(x, width)
         rotated = jnp.einsum("...h,hj->...j", blocks, jnp.asarray(hadamard(width)), precision=lax.Precision.HIGHEST)
         return rotated.reshape(x.shape)
 

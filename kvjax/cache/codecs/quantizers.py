@@ -196,7 +196,7 @@ class BlockFloat(Quantizer):
         return 2 ** (self.bits - 1) - 1
 
     def encode(self, x: Array) -> BlockFloatNumbers:
-        blocks = self._split(x)
+        blocks = bit_packing.split_blocks(x, self.block)
         fraction, exponent = jnp.frexp(jnp.abs(blocks).max(-1, keepdims=True))  # fraction in [1/2, 1)
         # `frexp` gives the power above the number; a fraction within the largest mantissa needs one less.
         fits = fraction <= self.top / 2 ** (self.bits - 1)
@@ -210,11 +210,9 @@ class BlockFloat(Quantizer):
 
     def decode(self, coded: BlockFloatNumbers) -> Array:
         mantissas = bit_packing.codes_to_float(bit_packing.unpack(coded.mantissas, self.bits, -1)) - self.top
-        return (self._split(mantissas) * _power_of_two(coded.exponents[..., None])).reshape(mantissas.shape)
-
-    def _split(self, x: Array) -> Array:
-        """[... H] -> [... H/block block]."""
-        return x.reshape(*x.shape[:-1], x.shape[-1] // self.block, self.block)
+        return (bit_packing.split_blocks(mantissas, self.block) * _power_of_two(coded.exponents[..., None])).reshape(
+            mantissas.shape
+        )
 
 
 E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
@@ -253,7 +251,7 @@ class Fp4(Quantizer):
         bit_packing.check_divides("block", self.block, H)
 
     def encode(self, x: Array) -> Fp4Numbers:
-        blocks = x.reshape(*x.shape[:-1], x.shape[-1] // self.block, self.block)
+        blocks = bit_packing.split_blocks(x, self.block)
         # Not by a bare constant, see `step_size`.
         largest = step_size(jnp.abs(blocks).max(-1, keepdims=True), 6.0, 0.0)
         if self.scale == "e8m0":
@@ -277,7 +275,7 @@ class Fp4(Quantizer):
 
     def decode(self, coded: Fp4Numbers) -> Array:
         numbers = jnp.asarray(np.concatenate([E2M1, -E2M1]))[bit_packing.unpack(coded.codes, 4, -1)]
-        blocks = numbers.reshape(*numbers.shape[:-1], numbers.shape[-1] // self.block, self.block)
+        blocks = bit_packing.split_blocks(numbers, self.block)
         return (blocks * self._step(coded.scales[..., None])).reshape(numbers.shape)
 
     def _step(self, scales: Array) -> Array:
