@@ -1,7 +1,7 @@
 """The catalogue: every method on a real model at equal bytes, for the answer to "which method for me".
 
 python -m experiments.catalogue [--only NAME] [--part 3/8] [--minutes 60]    runs what the records lack
-python -m experiments.catalogue --only NAME --lines kvzip                    ... of the lines that "kvzip" is found in
+python -m experiments.catalogue --only NAME --lines kvzip --tasks turns      ... of these lines and tasks
 python -m experiments.catalogue --only NAME --repeat 5                       runs five lines again, drawn by lot
 python -m experiments.catalogue_tables                                       prints what the records say
 
@@ -307,11 +307,14 @@ def measure(runner: CellRunner, run: Mapping[str, Any], piece: Piece) -> Iterato
                 yield about | {"scores": scores[method]}
 
 
-def run_missing(run: Mapping[str, Any], part: Part, until: float, pattern: str = "") -> None:
-    """Runs what the records of a run lack, in the lines that the pattern is found in, and under the exact cache."""
-    lines = [line for _, line in read_methods(run) if re.search(pattern, line)]
-    if not lines:
-        log_progress(f"{run['name']}: {pattern!r} is found in no line")
+def run_missing(run: Mapping[str, Any], part: Part, until: float, in_lines: str = "", in_tasks: str = "") -> None:
+    """Runs what the records of a run lack, in the lines and tasks that the patterns are found in, and `full`."""
+    lines = [line for _, line in read_methods(run) if re.search(in_lines, line)]
+    tasks = [task for task in run["task"] if re.search(in_tasks, task["name"])]
+    if not lines or not tasks:
+        log_progress(
+            f"{run['name']}: " + (f"{in_tasks!r} is found in no task" if lines else f"{in_lines!r} is found in no line")
+        )
         return
     model = load_model(run, lines)
     points = [point for point in fit(model, run, lines)["points"] if point["settings"] in lines]
@@ -319,7 +322,7 @@ def run_missing(run: Mapping[str, Any], part: Part, until: float, pattern: str =
     runner = CellRunner(model, methods)
     suffix = f".{part.number}-of-{part.count}" if part.count > 1 else ""
     path = RESULTS / f"{run['name']}{suffix}.jsonl"
-    pieces = make_pieces(run, methods)[part.number - 1 :: part.count]
+    pieces = make_pieces({**run, "task": tasks}, methods)[part.number - 1 :: part.count]
     known = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     is_known = any("machine" in x and _name_machine(x["machine"]) == _name_machine(machine()) for x in known)
     for number, whole in enumerate(pieces, 1):
@@ -366,6 +369,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     p.add_argument("--part", type=parse_part, default=Part(1, 1), help="such as 3/8: a part of the pieces")
     p.add_argument("--minutes", type=float, default=math.inf, help="begin no piece after these")
     p.add_argument("--lines", default="", metavar="PATTERN", help="a regular expression (default: all lines)")
+    p.add_argument("--tasks", default="", metavar="PATTERN", help="a regular expression (default: all tasks)")
     p.add_argument("--repeat", type=int, metavar="N", help="run N lines of the records again, and print both scores")
     args = p.parse_args(argv)
     if args.repeat:
@@ -374,7 +378,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     until = time.monotonic() + 60 * args.minutes
     for run in read_declared(args.only).values():
-        run_missing(run, args.part, until, args.lines)
+        run_missing(run, args.part, until, args.lines, args.tasks)
 
 
 if __name__ == "__main__":
