@@ -203,6 +203,45 @@ class MethodLayer:
             return dataclasses.replace(self, side_slots=kept_slots), headroom_tokens
         return self, m.side_store.slots(self.spec, kept_slots, kept_slots).main + headroom_tokens
 
+    # Heads whose numbers of tokens a table knows: the members of `TabulatedLayer`.
+
+    @functools.cached_property
+    def chooser(self) -> PromptChooser | None:
+        """See `TabulatedLayer`."""
+        m, store = self.method, self.method.side_store
+        if store is None or store.head_budgets is None or store.head_budgets.num_kept_by_length(0) is None:
+            return None
+        # Components that choose by the layer's own mean budget, or observe what is stored, need all of it at once.
+        if m.representatives is not None or m.second_stage is not None:
+            return None
+        if any(observed != 0 for observed in (*map(observed_queries, (m.k, m.v)), m.read.num_queries)):
+            return None
+        assert m.select is not None
+        budget = store.head_budgets.undivided_budget(m.select.budget)
+        method = dataclasses.replace(
+            m, select=dataclasses.replace(m.select, budget=budget), side_store=store.after_prompt
+        )
+        return PromptChooser(dataclasses.replace(self, method=method))
+
+    def tokens_of_heads(self, lengths: np.ndarray) -> np.ndarray:
+        """See `TabulatedLayer`."""
+        assert self.method.side_store is not None and self.method.side_store.head_budgets is not None
+        table = self.method.side_store.head_budgets.num_kept_by_length(int(lengths.max()))
+        assert table is not None
+        return table[lengths]
+
+    def num_side_slots(self, width: int, num_slots: int) -> int:
+        """See `TabulatedLayer`."""
+        return self._prompt_slots(width, num_slots).side
+
+    @packs
+    def store_chosen(self, chosen: Any, num_slots: int, side_slots: int) -> LayerState:
+        """See `TabulatedLayer`."""
+        assert self.method.side_store is not None
+        side_store = self.method.side_store.encode_placed(self.storage, chosen, side_slots)
+        nothing = KVBlock(chosen.k[:, :, :0], chosen.v[:, :, :0], chosen.pos[:, :1, :0])
+        return self._fill_slots(nothing, None, num_slots, None, side_store)
+
     # The prompt.
 
     def update_scores(
@@ -230,13 +269,19 @@ class MethodLayer:
             result = m.decode.init(self.spec, block, observation, num_slots)
             chosen, policy_state = check_policy_result(m.decode, "init", result, block.k.shape[:2], num_slots)
             block = gather_tokens(block, chosen)
+        return self._fill_slots(block, observation, num_slots, policy_state, side_store)
+
+    def _fill_slots(
+        self, block: KVBlock, observation: Observation | None, num_slots: int, policy_state: Any, side_store: Any
+    ) -> LayerState:
+        """Makes the state of a layer whose main slots begin with the tokens of a block."""
         # Empty slots follow the tokens, for what is decoded later.
         more = [(0, 0), (0, 0), (0, num_slots - block.pos.shape[2])]
         k, v = (jnp.pad(x, [*more, (0, 0)]) for x in (block.k, block.v))
         bias = None if block.bias is None else jnp.pad(block.bias, more)
         block = KVBlock(k, v, jnp.pad(block.pos, more, constant_values=-1), bias)
         # Under a policy any slot may be empty, so that no number says which are.
-        n = None if m.decode else (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
+        n = None if self.method.decode else (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
         keys, values, reader_state = self.encode_slots(block, observation)
         return LayerState(keys, values, block.pos, n, block.bias, reader_state, policy_state, side_store)
 
@@ -523,6 +568,29 @@ class MethodLayer:
         else:
             other_keys, other_values = relative_error(read.k, expected.k), relative_error(read.v, expected.v)
         return jnp.concatenate([keys, other_keys], 2), jnp.concatenate([values, other_values], 2)
+
+
+@hash_once
+@dataclasses.dataclass(frozen=True)
+class PromptChooser:
+    """Chooses what each head of a layer keeps of a prompt, in the numbers that it is given, and stores nothing.
+
+    See `TabulatedLayer`. What differs between the layers of a table is left out, so that their choosers are equal.
+    """
+
+    layer: MethodLayer
+
+    @property
+    def needs(self) -> Needs:
+        """Those of the layer."""
+        return self.layer.needs
+
+    def prefill(self, block: KVBlock, observation: Observation | None, num_slots: int) -> Any:
+        """Places the tokens that stay in `num_slots` slots of each head in the mean."""
+        assert self.layer.selection is not None and self.layer.method.side_store is not None
+        most_kept = int(self.layer.selection.select.num_kept_by_length(block.pos.shape[2]).max())
+        kept = apply_selection(self.layer.selection, block, observation, most_kept)
+        return self.layer.method.side_store.place(self.layer.storage, kept, num_slots)
 
 
 def _without_sums(observation: Observation | None) -> Observation | None:

@@ -566,6 +566,10 @@ class HeadBudgets:
         """
         return selection.select.budget, self
 
+    def undivided_budget(self, budget: Budget) -> Budget:
+        """Returns the budget that `bind_budget` divided among the layers, given what it returned; here the same."""
+        return budget
+
     def num_kept_by_length(self, longest: int) -> np.ndarray | None:
         """i32[longest + 1, K]: tokens that each head keeps of prompts of 0..longest; None where the prompt decides."""
         return None
@@ -688,6 +692,20 @@ class SideStore:
     @abstract
     def count_slots(self, tokens: np.ndarray) -> int:
         """Mean slots per head for heads that keep i32[B K] tokens; of a store with `head_budgets`."""
+        ...
+
+    @abstract
+    def place(self, storage: KVStorage, block: KVBlock, num_slots: int) -> Any:
+        """Puts what the heads keep into `num_slots` places for each head in the mean, before it is encoded.
+
+        Of a store with `head_budgets`, whose `split` is `place` and `encode_placed`. Layers that keep unlike numbers
+        share a program of `place`, since it may have more places than a layer needs.
+        """
+        ...
+
+    @abstract
+    def encode_placed(self, storage: KVStorage, placed: Any, num_slots: int) -> Any:
+        """Stores in `num_slots` places for each head what `place` put into at least as many."""
         ...
 
     @abstract

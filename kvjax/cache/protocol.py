@@ -306,6 +306,37 @@ class BudgetedLayer(Protocol):
 
 
 @runtime_checkable
+class TabulatedLayer(Protocol):
+    """A layer whose heads keep numbers of tokens that a table knows by the prompt's length.
+
+    Every layer keeps other numbers, in arrays of other sizes. So that it needs no programs of its own for all that it
+    does with a prompt, two may do it: the `chooser`, which is equal in all layers of the table and is given the
+    numbers, and `store_chosen`.
+    """
+
+    @property
+    def chooser(self) -> Any:
+        """A stand-in for the layer while it reads a prompt; None where the layer has no table, or does it all at once.
+
+        Its `prefill` takes i32[B K] tokens of each head as `Observation.num_kept`, and the `num_side_slots` of any
+        layer that has at least as many as this one as `num_slots`.
+        """
+        ...
+
+    def tokens_of_heads(self, lengths: np.ndarray) -> np.ndarray:
+        """i32[B K]: tokens that each head keeps of prompts of lengths i32[B]."""
+        ...
+
+    def num_side_slots(self, width: int, num_slots: int) -> int:
+        """Slots beside the `num_slots` of `BoundLayer.prefill` that prompts of up to `width` tokens take."""
+        ...
+
+    def store_chosen(self, chosen: Any, num_slots: int, side_slots: int) -> Any:
+        """Makes the state that `BoundLayer.prefill` makes, of what the chooser's `prefill` returned."""
+        ...
+
+
+@runtime_checkable
 class ReplayedLayer(Protocol):
     """A layer with `Needs.replay`."""
 

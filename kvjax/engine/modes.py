@@ -94,6 +94,7 @@ class FullPrefill(ForwardMode):
     lengths: Int32[Array, " B"]
     capacity: int = dataclasses.field(metadata={"static": True})  # tokens a sequence of the cache may grow to
     num_observed: int | None = dataclasses.field(metadata={"static": True})  # last queries observed; None: all
+    num_kept: Int32[Array, "B K"] | None = None  # tokens that each head of this layer keeps, for a layer that is told
 
     def query_indices(self, call: LayerCall) -> Int32[Array, "B Q"] | None:
         # In the model's last layer nothing reads the outputs except the sampler and the methods that observe queries.
@@ -130,7 +131,7 @@ class FullPrefill(ForwardMode):
             if needs.observed_queries is None and needs.prompt_pattern is None:
                 softmax_lse = sums
         prompt = prompt_of_inputs(call.layer, inputs, self.lengths, first_query, softmax_lse)
-        return out, compress_prompt(call, prompt, self.lengths, self.capacity, mesh), cross_layer
+        return out, compress_prompt(call, prompt, self.lengths, self.capacity, mesh, self.num_kept), cross_layer
 
 
 @pytree

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jaxtyping import Float, Float32, Int32
 
 from kvjax.cache.eviction.budget_allocation import round_up_shared
-from kvjax.cache.protocol import BudgetedLayer, Cache, Needs, num_layer_slots, round_up_headroom
+from kvjax.cache.protocol import BudgetedLayer, Cache, Needs, TabulatedLayer, num_layer_slots, round_up_headroom
 from kvjax.cache.reading_layer import ReadingLayer
 from kvjax.cache.recurrent_layer import RecurrentLayer
 from kvjax.core import memory
@@ -154,12 +154,100 @@ def prefill(
             num_observed = max(1, *(n for n in observed if n is not None))
             calls = *calls[:-1], dataclasses.replace(calls[-1], selects_queries=True)
         hidden, angles, _ = embed(outer_params(params), tokens, None, None, target=target)
-        mode, nothing = FullPrefill(lengths, capacity, num_observed), (None,) * len(plan)
-        hidden, states = run_layers(params, hidden, angles, mode, calls, nothing, target=target)
+        mode = FullPrefill(lengths, capacity, num_observed)
+        choices = share_choosers(calls, lengths, (params, tokens), min(T, capacity), target.mesh)
+        hidden, states = run_and_store(params, hidden, angles, mode, calls, choices, target)
         hidden = take_last(hidden, lengths if num_observed is None else None)
     logits = target.unembed(outer_params(params), hidden, target=target)
     # Arrays of zeros are constants until the first token is written, and a caller's loop needs one type throughout.
     return logits, vary(Cache(states, lengths, capacity, plan, target.config, params["embedding"].dtype.name))
+
+
+class Choice(NamedTuple):
+    """How a layer whose heads keep what a table says reads a prompt: see `TabulatedLayer`."""
+
+    call: LayerCall  # of its chooser
+    num_kept: Int32[Array, "B K"]  # tokens of each head
+    side_slots: int
+
+
+def share_choosers(
+    calls: Sequence[LayerCall], lengths: Int32[Array, " B"], arrays: Any, width: int, mesh: Mesh | None
+) -> dict[int, Choice]:
+    """Gives layers whose heads keep what a table says one program for the choice of their tokens.
+
+    If each of these layers had a program of its own, thirty layers would take as long to compile as thirty methods.
+
+    Args:
+      calls: see `layer_calls`.
+      lengths: of the prompts.
+      arrays: all others of this pass. Where one is traced, a caller's program has all layers, and none has a choice.
+      width: slots of the prompts, up to the capacity.
+      mesh: the devices that heads and sequences are split over. There no layer has a choice: which device has a page
+        follows from the number of pages of the layer.
+
+    Returns:
+      For the index of each such layer, its choice.
+    """
+    if mesh is not None or any(isinstance(x, Tracer) for x in jax.tree.leaves((lengths, arrays))):
+        return {}
+    layers = {
+        i: (call.layer, call.layer.chooser)
+        for i, call in enumerate(calls)
+        if isinstance(call.layer, TabulatedLayer) and call.layer.chooser is not None
+    }
+    # Equal layers share their programs as they are.
+    if len({layer for layer, _ in layers.values()}) < 2:
+        return {}
+    known_lengths = to_numpy(lengths)
+    slots = {i: layer.num_side_slots(width, calls[i].num_slots) for i, (layer, _) in layers.items()}
+    most = max(slots.values())
+    return {
+        i: Choice(
+            dataclasses.replace(calls[i], layer=chooser, num_slots=most),
+            jnp.asarray(layer.tokens_of_heads(known_lengths)),
+            slots[i],
+        )
+        for i, (layer, chooser) in layers.items()
+    }
+
+
+def run_and_store(
+    params: Any,
+    hidden: Float[Array, "B T D"],
+    angles: Any,
+    mode: FullPrefill,
+    calls: Sequence[LayerCall],
+    choices: Mapping[int, Choice],
+    target: Target,
+) -> tuple[Float[Array, "B Q D"], tuple[Any, ...]]:
+    """Runs whole prompts through all layers, each of which makes its state at once, or by its `Choice`."""
+    nothing = (None,) * len(calls)
+    if not choices or any(call.is_read for call in calls):
+        return run_layers(params, hidden, angles, mode, calls, nothing, target=target)
+    states = []
+    for i, call in enumerate(calls):
+        choice = choices.get(i)
+        own_call, own_mode = call, mode
+        if choice is not None:
+            own_call, own_mode = choice.call, dataclasses.replace(mode, num_kept=choice.num_kept)
+        hidden, (state,) = run_layers(
+            params, hidden, angles, own_mode, [own_call], nothing[:1], target=target, first_layer=i
+        )
+        states.append(state if choice is None else store_chosen(state, call, choice.side_slots))
+    return hidden, tuple(states)
+
+
+def store_chosen(chosen: Any, call: LayerCall, side_slots: int) -> Any:
+    """Makes a layer's state of what its chooser placed."""
+    # What acts on prompts alone has done so, and would tell layers apart.
+    layer = getattr(call.layer, "after_prompt", call.layer)
+    return _store_chosen(chosen, layer=layer, num_slots=call.num_slots, side_slots=side_slots)
+
+
+@functools.partial(jax.jit, static_argnames=("layer", "num_slots", "side_slots"))
+def _store_chosen(chosen: Any, layer: TabulatedLayer, num_slots: int, side_slots: int) -> Any:
+    return layer.store_chosen(chosen, num_slots, side_slots)
 
 
 def require_whole_tiles(needs: Iterable[Needs], chunk: int, num_tokens: int) -> None:
@@ -421,6 +509,10 @@ def compress_prompts(
     parts = [BudgetPart()] * len(calls)
     if any(call.layer.needs.global_budget for call in calls):
         calls, parts = _divide_budget(prompts, lengths, calls, capacity, mesh, longest, measures)
+    exact = [prompt for prompt in prompts if isinstance(prompt, LayerPrompt)]
+    width = max((min(prompt.k.shape[2], capacity) for prompt in exact), default=0)
+    choices = share_choosers(calls, lengths, exact, width, mesh)
+    del exact  # or the layers' prompts would stay until all are compressed
     states: list[Any] = []
     below = None
     while prompts:
@@ -433,7 +525,12 @@ def compress_prompts(
             prompt = prompt._replace(paired=(other.k, other.v))
         below = prompt if prompts and calls[len(states) + 1].layer.needs.paired_layer < 0 else None
         if isinstance(prompt, LayerPrompt):  # else a cache state already: fed through its method, or without tokens
-            prompt = compress(call, prompt, lengths, capacity, mesh, *part)
+            choice = choices.get(len(states))
+            if choice is None:
+                prompt = compress(call, prompt, lengths, capacity, mesh, *part)
+            else:
+                chosen = compress(choice.call, prompt, lengths, capacity, mesh, choice.num_kept)
+                prompt = store_chosen(chosen, call, choice.side_slots)
         states.append(prompt)
     return tuple(states)
 

@@ -260,6 +260,9 @@ class LayerHeadBudgets(kv.HeadBudgets):
     def num_kept_by_length(self, longest: int) -> np.ndarray:
         return self.allocation.tokens(longest)[:, self.place]
 
+    def undivided_budget(self, budget: kv.Budget) -> kv.Budget:
+        return self.allocation.budget
+
     def for_lengths(self, lengths: kv.Array, longest: int) -> kv.HeadBudgets:
         return SequenceBudgets(jnp.asarray(self.num_kept_by_length(longest))[lengths], self.allocation.size)
 

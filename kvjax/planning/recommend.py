@@ -163,7 +163,7 @@ def recommend(
       seed: of the planted numbers and their places.
       speed: whether to measure the winner's speed here, beside the exact cache's.
       progress: as `kvjax.eval.compare` takes it.
-      announce: called with lines for whoever waits, each row as soon as it is finished.
+      announce: called with lines for whoever waits, each row after its first batch and when it is finished.
 
     Returns:
       The recommendation, which prints itself. It is also in `out`, as `recommendation.json`.

@@ -14,18 +14,22 @@ from __future__ import annotations
 import dataclasses
 from fractions import Fraction
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvjax
-from kvjax import calibrate
+from kvjax import calibrate, functional
 from kvjax.cache.calibration import table_file
 from kvjax.cache.calibration.table_file import TableFile
 from kvjax.cache.eviction.budgets import PromptFraction, Uniform
+from kvjax.cache.protocol import TabulatedLayer
 from kvjax.engine.plan import bind, specs
 from kvjax.errors import IncompatibleMethod, KvjaxError
+from kvjax.generation.inputs import pad
 from kvjax.methods.head_shares import CalibratedShares, ModelAllocation
+from kvjax.reuse.full_kv import read_exactly
 from kvjax.testing import toy_model
 from tests.contract import layer
 from tests.oracles import keydiff
@@ -265,6 +269,59 @@ def test_prompts_of_one_width_share_all_programs_and_shapes(model, table):
         seconds.append(result.compile_seconds)
         shapes.append([part.side_store.pos.shape for part in context.cache.layers])
     assert shapes[0] == shapes[1] and seconds[1] < 0.1 * seconds[0]
+
+
+def test_layers_of_a_table_share_the_program_that_chooses_their_tokens(table, traced_calls):
+    """Each head of each layer keeps another number of tokens, and two programs read a prompt however deep a model."""
+    text = f"turned_queries:budget=25%,level=head + head_shares:page=4,table={table}"
+    model = toy_model(kv_heads=HEADS, head_dim=40)  # no other test has this head size
+    context = kvjax.read(model, PROMPTS, text)
+    assert len(set(context.cache.plan)) == LAYERS and len(traced_calls) == 1
+    pools = [state.side_store.pos.shape[2] for state in context.cache.layers]
+    assert len(set(pools)) > 1  # and each layer has slots for its own tokens alone
+
+
+CHOSEN_BY_TABLE = (
+    "keydiff:budget=12,recent=2 + merging",
+    "turned_queries:budget=25%,level=head + int4",
+    "kvzip:budget=25%,sinks=2,level=head + offload",
+    "snapkv:budget=14,window=2,kernel=3,unit=chunk4 + kivi:bits=2,group=4,residual=4",
+)
+CHOSEN_AT_ONCE = ("keydiff:budget=40%,recent=2 + kvcrush:share=0.5",)  # in places that the layer's own budget leaves
+
+
+@pytest.mark.parametrize(
+    ("method", "windows"),
+    [*((method, None) for method in (*CHOSEN_BY_TABLE, *CHOSEN_AT_ONCE)), (CHOSEN_BY_TABLE[0], (None, 8, None))],
+)
+def test_layers_that_share_a_program_hold_what_one_program_of_all_makes(method, windows, tmp_path):
+    model = toy_model(kv_heads=HEADS, windows=windows)
+    table = write_table(tmp_path, random_shares())
+    text = f"{method} + head_shares:page=4,table={table}"
+    plan = bind(text, model.config)
+    choosers = {part.chooser for part in plan if isinstance(part, TabulatedLayer)} - {None}
+    assert len(choosers) == (1 if method in CHOSEN_BY_TABLE else 0)
+    tokens, lengths = pad(PROMPTS, 64)
+
+    def read(params, tokens, lengths, chunk=None):
+        return functional.prefill(params, tokens, lengths, plan, model.config, 80, chunk=chunk)
+
+    expected_logits, expected = jax.jit(read)(model.params, tokens, lengths)
+    for chunk in (None, 24):
+        logits, cache = read(model.params, tokens, lengths, chunk)
+        np.testing.assert_allclose(logits, expected_logits, atol=1e-4)
+        assert jax.tree.map(jax.typeof, cache) == jax.tree.map(jax.typeof, expected)
+        for state, other in zip(cache.layers, expected.layers, strict=True):
+            jax.tree.map(np.testing.assert_array_equal, positions(state), positions(other))
+    cache = read_exactly(model, PROMPTS, width=64).compress(text, 80).cache
+    new = np.array([[3], [5], [7]], np.int32)
+    next_logits = [functional.extend(model.params, new, x)[0] for x in (cache, expected)]
+    np.testing.assert_allclose(*next_logits, atol=1e-3)
+
+
+def positions(state) -> tuple:
+    """The positions of all tokens that a layer holds, in its slots and in its pages."""
+    return state.pos, None if state.side_store is None else (state.side_store.pos, state.side_store.owner)
 
 
 def test_a_budget_that_differs_between_layers_is_not_divided_again(model, table):

@@ -86,7 +86,7 @@ class PagedHeads(SideStore):
         self, storage: KVStorage, block: KVBlock, observation: Observation | None, slots: Slots
     ) -> tuple[KVBlock, PagePools]:
         nothing = KVBlock(block.k[:, :, :0], block.v[:, :, :0], block.pos[:, :1, :0])
-        return nothing, self._fill_pools(storage, block, -(-slots.side // self.page))
+        return nothing, self.encode_placed(storage, self.place(storage, block, slots.side), slots.side)
 
     @property
     def after_prompt(self) -> PagedHeads:
@@ -98,8 +98,9 @@ class PagedHeads(SideStore):
         tokens = self.head_budgets.num_kept_by_length(longest)
         return None if tokens is None else (-(-tokens // self.page)).sum(1)
 
-    def _fill_pools(self, storage: KVStorage, kept: KVBlock, num_pages: int) -> PagePools:
-        """Distributes the heads' tokens, left-aligned in `kept`, over the pools of this device."""
+    def place(self, storage: KVStorage, block: KVBlock, num_slots: int) -> PagePools:
+        """Distributes the heads' tokens, left-aligned in `block`, over the pools of this device, as floats."""
+        kept, num_pages = block, -(-num_slots // self.page)
         num_local = kept.k.shape[1]
         page = (over_heads.first_head(num_local) + jnp.arange(num_local, dtype=jnp.int32)[:, None]) * num_pages
         page = page + jnp.arange(num_pages, dtype=jnp.int32)[None]  # i32[K pages], numbered over all devices
@@ -115,12 +116,19 @@ class PagedHeads(SideStore):
             index = source.reshape(*source.shape[:1], -1, *(1,) * (tokens.ndim - 2))
             return jnp.take_along_axis(tokens, index, 1).reshape(*source.shape, *tokens.shape[2:])
 
-        storage = storage.in_pages(self.page)
         pos = jnp.where(is_used, take_pages(kept.pos), -1)
         # Keys lose their rotation, where the codec asks so, before a page holds the tokens of another head.
-        k = storage.k.encode(take_pages(storage.keys_to_store(kept)), pos)
-        v = storage.v.encode(take_pages(kept.v), pos)
-        return PagePools(k, v, pos, owner, None if kept.bias is None else take_pages(kept.bias))
+        k = take_pages(storage.in_pages(self.page).keys_to_store(kept))
+        bias = None if kept.bias is None else take_pages(kept.bias)
+        return PagePools(k, take_pages(kept.v), pos, owner, bias)
+
+    def encode_placed(self, storage: KVStorage, placed: PagePools, num_slots: int) -> PagePools:
+        num_pages, storage = -(-num_slots // self.page), storage.in_pages(self.page)
+        if num_pages < placed.owner.shape[2]:
+            # Heads have pages one after the other, through all pools, so that only the last ones are empty.
+            placed = jax.tree.map(lambda x: _take_first_pages(x, placed.owner.shape[2], num_pages), placed)
+        k, v = storage.k.encode(placed.k, placed.pos), storage.v.encode(placed.v, placed.pos)
+        return dataclasses.replace(placed, k=k, v=v)
 
     def read(self, storage: KVStorage, state: LayerState, q: Array, q_pos: Array) -> Partial:
         store: PagePools = state.side_store
@@ -204,6 +212,13 @@ class PagedHeads(SideStore):
                     f"{type(getattr(m, name)).__name__}: {reason}; leave one of them out, or let every head keep "
                     "equally many tokens (level=head, where it has a `level`)"
                 )
+
+
+def _take_first_pages(x: Array, num_pages: int, num_taken: int) -> Array:
+    """Lays the first pages of K pools [B K R ..] of `num_pages` into K pools of `num_taken` pages."""
+    B, K, R = x.shape[:3]
+    slots = K * num_taken * (R // num_pages)
+    return x.reshape(B, K * R, *x.shape[3:])[:, :slots].reshape(B, K, slots // K, *x.shape[3:])
 
 
 def _assign_pages(length: Array, page: Array, page_slots: int) -> tuple[Array, Array]:

@@ -67,7 +67,8 @@ def compare(
       progress: whether to show how far it is; by default on a terminal and in a notebook. A `rich` progress is used
         as it is.
       left_out: called with a line for each task that does not fit in a length, which is then left out.
-      announce: called with lines for whoever waits: what `out` held before, and each row as soon as it is finished.
+      announce: called with lines for whoever waits: what `out` held before, and each row after its first batch
+        and when it is finished.
       part: asks a part of the cases only, such as "3/8", and keeps its answers in the folder `part-3-of-8` of `out`;
         `kvjax report` puts the parts together.
       workers: of `kvjax.eval.connect_ray`, which do the work in place of this process; the rows are the same.

@@ -77,7 +77,10 @@ class LineProgress(Progress):
 
 
 class FinishedRows:
-    """Says each row of the table as soon as all its cases have records; rows that were whole before are not said.
+    """Says each row of the table after its first batch, and again once all its cases have records.
+
+    Methods take a batch one after the other, so that all rows are finished near the end; the first batch of each says
+    early how it will go. Rows that were whole before are not said.
 
     Args:
       store: the records, in which the rows are looked up.
@@ -94,17 +97,21 @@ class FinishedRows:
             for case in cell.batch.cases
             if store.find(name, case.task, case.key) is None
         )
+        self._begun = {(r["method"], r["task"], summary.length_of(r)) for r in store.records}
 
     def note(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Takes records that the store has been given."""
-        for record in records:
-            row = method, task, length = record["method"], record["task"], summary.length_of(record)
-            self._num_missing[row] -= 1
-            if self._num_missing[row] == 0:
+        """Takes records that the store has been given, a batch of a method at a time."""
+        given = Counter((r["method"], r["task"], summary.length_of(r)) for r in records)
+        for row, count in given.items():
+            method, task, length = row
+            self._num_missing[row] -= count
+            if self._num_missing[row] == 0 or row not in self._begun:
                 # The exact cache's records are what text is compared with.
                 own = (r for r in self._store.records if (r["task"], summary.length_of(r)) == (task, length))
                 rows = summary.rows(r for r in own if r["method"] in (method, summary.REFERENCE))
-                self._announce(next(summary.describe_row(r) for r in rows if r["method"] == method))
+                line = next(summary.describe_row(r) for r in rows if r["method"] == method)
+                self._announce(line + (" so far" if self._num_missing[row] else ""))
+            self._begun.add(row)
 
 
 def describe_earlier(out: str | Path, records: Sequence[Mapping[str, Any]]) -> str:

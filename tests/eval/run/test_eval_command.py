@@ -164,6 +164,13 @@ def test_each_row_is_said_as_soon_as_it_is_finished(toy, tmp_path, capsys, monke
     assert len(every) == 4 and "text" in every[3] and " ±" in every[3]
 
 
+def test_a_row_of_several_batches_is_said_after_the_first_one_too(toy, tmp_path, capsys):
+    args = [*toy, "--out", str(tmp_path), "--no-speed", "--batch", "2", "--methods", "full"]
+    assert cli.main(args) == 0
+    of_questions = [line for line in said(capsys.readouterr().err, "kvjax: full at ") if "asking" in line]
+    assert [line.rpartition(", ")[2] for line in of_questions] == ["2 contexts so far", "3 contexts"]
+
+
 def test_a_second_run_says_what_was_there_and_how_to_start_anew(toy, tmp_path, capsys):
     args = [*toy, "--out", str(tmp_path / "run"), "--no-speed"]
     assert cli.main([*args, "--methods", "full"]) == 0
