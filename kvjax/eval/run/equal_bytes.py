@@ -20,7 +20,7 @@ from kvjax.registry.strings import format_methods, parse_parts
 
 BITS = (8, 4, 3, 2, 1)
 MAX_FRACTION_CHARACTERS = 40
-MAX_GUESSES = 2  # of a size, before its range is halved
+MAX_GUESSES = 6  # of a size, before its range is halved
 DTYPE = "bfloat16"  # of keys and values, as bytes are compared
 
 
@@ -113,7 +113,7 @@ def find_largest_size(count_bytes: Callable[[int], int], most: int, max_bytes: i
     """Finds the largest size, from 1 to `most`, whose bytes are at most `max_bytes`; 0 if there is none.
 
     Counting the bytes of a method with a table takes seconds, since each layer is planned by itself. Bytes grow with
-    the size, nearly in proportion, so that two guesses find most sizes; what is left of the range is halved.
+    the size, nearly in proportion, so that a few guesses find most sizes; what is left of the range is halved.
 
     Args:
       count_bytes: bytes of a size; they never shrink as it grows.
@@ -128,7 +128,7 @@ def find_largest_size(count_bytes: Callable[[int], int], most: int, max_bytes: i
     while too_large - low > 1:
         size = (low + too_large) // 2
         if num_guesses < MAX_GUESSES:
-            # The second guess is one more: it is too large where the first one was right.
+            # Each guess is one more than the one before: it is too large where that one was right.
             in_proportion = (max_bytes - low_bytes) * (too_large - low) // (too_large_bytes - low_bytes)
             size = min(max(low + in_proportion + num_guesses, low + 1), too_large - 1)
             num_guesses += 1
