@@ -16,7 +16,8 @@ holds once half of a text is its prompt and half an answer, too. In a run of the
 as it has scores.
 
 Methods that need a table of the model find one: those of the kinds in `tables` of a run are calibrated before it, once,
-into kvjax's cache folder, on documentation and source code of Python's library, which no task asks about.
+into kvjax's cache folder, on documentation and source code of Python's library, which no task asks about. Small ones
+are kept with the records, so that a line of these can be repeated without the minutes or the hour that a table takes.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import os
 import pydoc_data.topics
 import random
 import re
+import shutil
 import time
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -54,6 +56,7 @@ from kvjax.utils.files import make_folder, replace_atomically
 
 DECLARED = Path(__file__).with_suffix(".toml")
 RESULTS = Path(__file__).parent / "results" / "catalogue"
+MOST_KEPT_BYTES = 100_000  # of a table that is kept with the records
 FULL = equal_bytes.FULL
 FRONT, FORMS = "front", "forms"  # kinds of runs; the others ask every method at equal bytes
 AS_WRITTEN = "1"  # the fraction of a run of forms
@@ -96,22 +99,31 @@ def make_tables(model: Model, run: Mapping[str, Any], lines: Sequence[str]) -> P
     """Makes the tables that lines of a run need and that are not there yet; returns their folder for KVJAX_TABLES."""
     declared = run.get("tables", {"kinds": ()})
     settings = "".join(f".{declared[name]}" for name in TABLE_SIZES if name in declared)
-    folder = make_cache_directory(f"tables/{re.sub(r'[^a-z0-9.-]+', '_', run['model'].lower())}{settings}")
+    name = f"{re.sub(r'[^a-z0-9.-]+', '_', run['model'].lower())}{settings}"
+    folder, kept_folder = make_cache_directory(f"tables/{name}"), RESULTS / "tables" / name
     if not declared["kinds"]:
         return folder
     needed = find_kinds([kvjax.parse(variant) for line in lines for variant in line.split(";")])
     for kind in declared["kinds"]:
-        name = kind.partition(":")[0]
-        path = folder / name / f"{kind}.safetensors"
-        if name not in needed or path.exists():
+        base = kind.partition(":")[0]
+        path = folder / base / f"{kind}.safetensors"
+        kept = kept_folder / base / f"{kind.replace(':', '.')}.safetensors"  # a name that every system takes
+        if base not in needed or path.exists():
             continue
         make_folder(path.parent)
+        if kept.exists():
+            shutil.copyfile(kept, path)
+            continue
         started = time.monotonic()
         try:
             calibrate(model, kind, path, calibration_documents(model, declared["contexts"], declared["tokens"]))
             log_progress(f"{run['name']}: a table of {kind}, {time.monotonic() - started:.0f} s")
         except KvjaxError as e:  # the methods that need it say so in `fit`
             log_progress(f"{run['name']}: no table of {kind}: {e}")
+            continue
+        if path.stat().st_size <= MOST_KEPT_BYTES:
+            make_folder(kept.parent)
+            shutil.copyfile(path, kept)
     return folder
 
 
