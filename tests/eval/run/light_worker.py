@@ -18,9 +18,10 @@ class LightWorker:
         return os.getpid()
 
     def load(self) -> dict[str, Any]:
-        with open(self._setup["started"], "a") as f:
-            f.write("x")
-        return {"equal": {"device": self._setup["devices"][os.path.getsize(self._setup["started"]) % 2]}, "machine": {}}
+        with open(self._setup["started"], "ab", buffering=0) as f:
+            f.write(b"x")
+            place = f.tell()  # the file's size could be that after other workers have written
+        return {"equal": {"device": self._setup["devices"][place % 2]}, "machine": {}}
 
     def run(self, run: Any, cell: Any) -> tuple[int, list[Any], list[str]]:
         (method,) = cell.methods
