@@ -323,18 +323,17 @@ def run_missing(run: Mapping[str, Any], part: Part, until: float, in_lines: str 
     """Runs what the records of a run lack, in the lines and tasks that the patterns are found in, and `full`."""
     lines = [line for _, line in read_methods(run) if re.search(in_lines, line)]
     tasks = [task for task in run["task"] if re.search(in_tasks, task["name"])]
-    if not lines or not tasks:
-        log_progress(
-            f"{run['name']}: " + (f"{in_tasks!r} is found in no task" if lines else f"{in_lines!r} is found in no line")
-        )
-        return
+    for what, pattern, found in (("line", in_lines, lines), ("task", in_tasks, tasks)):
+        if not found:
+            log_progress(f"{run['name']}: {pattern!r} is found in no {what}")
+            return
     model = load_model(run, lines)
     points = [point for point in fit(model, run, lines)["points"] if point["settings"] in lines]
     methods = [FULL, *dict.fromkeys(point["method"] for point in points if point["method"])]
     runner = CellRunner(model, methods)
     suffix = f".{part.number}-of-{part.count}" if part.count > 1 else ""
     path = RESULTS / f"{run['name']}{suffix}.jsonl"
-    pieces = make_pieces({**run, "task": tasks}, methods)[part.number - 1 :: part.count]
+    pieces = make_pieces(run | {"task": tasks}, methods)[part.number - 1 :: part.count]
     known = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     is_known = any("machine" in x and _name_machine(x["machine"]) == _name_machine(machine()) for x in known)
     for number, whole in enumerate(pieces, 1):

@@ -206,22 +206,23 @@ class MethodLayer:
     # Heads whose numbers of tokens a table knows: the members of `TabulatedLayer`.
 
     @functools.cached_property
-    def chooser(self) -> PromptChooser | None:
+    def selector(self) -> PromptSelector | None:
         """See `TabulatedLayer`."""
         m, store = self.method, self.method.side_store
         if store is None or store.head_budgets is None or store.head_budgets.num_kept_by_length(0) is None:
             return None
-        # Components that choose by the layer's own mean budget, or observe what is stored, need all of it at once.
+        # These take places by the layer's own mean budget, which a selector does not know.
         if m.representatives is not None or m.second_stage is not None:
             return None
-        if any(observed != 0 for observed in (*map(observed_queries, (m.k, m.v)), m.read.num_queries)):
+        # What is stored is encoded without an observation.
+        if any(count != 0 for count in (observed_queries(m.k), observed_queries(m.v), m.read.num_queries)):
             return None
         assert m.select is not None
         budget = store.head_budgets.undivided_budget(m.select.budget)
         method = dataclasses.replace(
             m, select=dataclasses.replace(m.select, budget=budget), side_store=store.after_prompt
         )
-        return PromptChooser(dataclasses.replace(self, method=method))
+        return PromptSelector(dataclasses.replace(self, method=method))
 
     def tokens_of_heads(self, lengths: np.ndarray) -> np.ndarray:
         """See `TabulatedLayer`."""
@@ -235,11 +236,11 @@ class MethodLayer:
         return self._prompt_slots(width, num_slots).side
 
     @packs
-    def store_chosen(self, chosen: Any, num_slots: int, side_slots: int) -> LayerState:
+    def store_selected(self, selected: Any, num_slots: int, side_slots: int) -> LayerState:
         """See `TabulatedLayer`."""
         assert self.method.side_store is not None
-        side_store = self.method.side_store.encode_placed(self.storage, chosen, side_slots)
-        nothing = KVBlock(chosen.k[:, :, :0], chosen.v[:, :, :0], chosen.pos[:, :1, :0])
+        side_store = self.method.side_store.encode_placed(self.storage, selected, side_slots)
+        nothing = KVBlock(selected.k[:, :, :0], selected.v[:, :, :0], selected.pos[:, :1, :0])
         return self._fill_slots(nothing, None, num_slots, None, side_store)
 
     # The prompt.
@@ -572,10 +573,10 @@ class MethodLayer:
 
 @hash_once
 @dataclasses.dataclass(frozen=True)
-class PromptChooser:
-    """Chooses what each head of a layer keeps of a prompt, in the numbers that it is given, and stores nothing.
+class PromptSelector:
+    """Selects what each head of a layer keeps of a prompt, in the numbers that it is given, and encodes nothing.
 
-    See `TabulatedLayer`. What differs between the layers of a table is left out, so that their choosers are equal.
+    See `TabulatedLayer`. What differs between the layers of a table is left out, so that their selectors are equal.
     """
 
     layer: MethodLayer

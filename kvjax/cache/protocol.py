@@ -309,17 +309,17 @@ class BudgetedLayer(Protocol):
 class TabulatedLayer(Protocol):
     """A layer whose heads keep numbers of tokens that a table knows by the prompt's length.
 
-    Every layer keeps other numbers, in arrays of other sizes. So that it needs no programs of its own for all that it
-    does with a prompt, two may do it: the `chooser`, which is equal in all layers of the table and is given the
-    numbers, and `store_chosen`.
+    Every layer keeps other numbers, in arrays of other sizes, so that `BoundLayer.prefill` is a program of its own in
+    each of them. The same in two steps: the `selector`, equal in all layers of the table, is given the numbers, and
+    `store_selected` has little to compile.
     """
 
     @property
-    def chooser(self) -> Any:
+    def selector(self) -> Any:
         """A stand-in for the layer while it reads a prompt; None where the layer has no table, or does it all at once.
 
-        Its `prefill` takes i32[B K] tokens of each head as `Observation.num_kept`, and the `num_side_slots` of any
-        layer that has at least as many as this one as `num_slots`.
+        Its `prefill` takes i32[B K] tokens of each head as `Observation.num_kept`. Its `num_slots` are at least the
+        `num_side_slots` of the layer.
         """
         ...
 
@@ -331,8 +331,8 @@ class TabulatedLayer(Protocol):
         """Slots beside the `num_slots` of `BoundLayer.prefill` that prompts of up to `width` tokens take."""
         ...
 
-    def store_chosen(self, chosen: Any, num_slots: int, side_slots: int) -> Any:
-        """Makes the state that `BoundLayer.prefill` makes, of what the chooser's `prefill` returned."""
+    def store_selected(self, selected: Any, num_slots: int, side_slots: int) -> Any:
+        """Makes the state that `BoundLayer.prefill` makes, of what the selector's `prefill` returned."""
         ...
 
 

@@ -155,60 +155,74 @@ def prefill(
             calls = *calls[:-1], dataclasses.replace(calls[-1], selects_queries=True)
         hidden, angles, _ = embed(outer_params(params), tokens, None, None, target=target)
         mode = FullPrefill(lengths, capacity, num_observed)
-        choices = share_choosers(calls, lengths, (params, tokens), min(T, capacity), target.mesh)
-        hidden, states = run_and_store(params, hidden, angles, mode, calls, choices, target)
+        selections = share_selections(calls, lengths, (params, tokens), min(T, capacity), target.mesh)
+        hidden, states = run_and_store(params, hidden, angles, mode, calls, selections, target)
         hidden = take_last(hidden, lengths if num_observed is None else None)
     logits = target.unembed(outer_params(params), hidden, target=target)
     # Arrays of zeros are constants until the first token is written, and a caller's loop needs one type throughout.
     return logits, vary(Cache(states, lengths, capacity, plan, target.config, params["embedding"].dtype.name))
 
 
-class Choice(NamedTuple):
-    """How a layer whose heads keep what a table says reads a prompt: see `TabulatedLayer`."""
+class SharedSelection(NamedTuple):
+    """A layer's part in a selection whose program all layers of a table share: see `TabulatedLayer`."""
 
-    call: LayerCall  # of its chooser
+    call: LayerCall  # of the selector
     num_kept: Int32[Array, "B K"]  # tokens of each head
+    layer: TabulatedLayer  # stores what was selected, in slots of its own number
+    num_slots: int
     side_slots: int
 
+    def store(self, selected: Any) -> Any:
+        """Makes the layer's state of what the selector placed."""
+        return store_selected(selected, self.layer, self.num_slots, self.side_slots)
 
-def share_choosers(
+
+@functools.partial(jax.jit, static_argnames=("layer", "num_slots", "side_slots"))
+def store_selected(selected: Any, layer: TabulatedLayer, num_slots: int, side_slots: int) -> Any:
+    return layer.store_selected(selected, num_slots, side_slots)
+
+
+def share_selections(
     calls: Sequence[LayerCall], lengths: Int32[Array, " B"], arrays: Any, width: int, mesh: Mesh | None
-) -> dict[int, Choice]:
-    """Gives layers whose heads keep what a table says one program for the choice of their tokens.
+) -> dict[int, SharedSelection]:
+    """Finds the layers that can share the program of their selection, since a table says what their heads keep.
 
     If each of these layers had a program of its own, thirty layers would take as long to compile as thirty methods.
 
     Args:
       calls: see `layer_calls`.
       lengths: of the prompts.
-      arrays: all others of this pass. Where one is traced, a caller's program has all layers, and none has a choice.
+      arrays: all others of this pass. Where one is traced, all layers are in a caller's program, and share none.
       width: slots of the prompts, up to the capacity.
-      mesh: the devices that heads and sequences are split over. There no layer has a choice: which device has a page
-        follows from the number of pages of the layer.
+      mesh: the devices that heads and sequences are split over. There layers share none: the number of a layer's pages
+        decides which device has a page.
 
     Returns:
-      For the index of each such layer, its choice.
+      The part of each such layer, by its index.
     """
     if mesh is not None or any(isinstance(x, Tracer) for x in jax.tree.leaves((lengths, arrays))):
         return {}
     layers = {
-        i: (call.layer, call.layer.chooser)
+        i: call.layer
         for i, call in enumerate(calls)
-        if isinstance(call.layer, TabulatedLayer) and call.layer.chooser is not None
+        if isinstance(call.layer, TabulatedLayer) and call.layer.selector is not None
     }
     # Equal layers share their programs as they are.
-    if len({layer for layer, _ in layers.values()}) < 2:
+    if len(set(layers.values())) < 2:
         return {}
     known_lengths = to_numpy(lengths)
-    slots = {i: layer.num_side_slots(width, calls[i].num_slots) for i, (layer, _) in layers.items()}
-    most = max(slots.values())
+    side_slots = {i: layer.num_side_slots(width, calls[i].num_slots) for i, layer in layers.items()}
+    most = max(side_slots.values())
     return {
-        i: Choice(
-            dataclasses.replace(calls[i], layer=chooser, num_slots=most),
-            jnp.asarray(layer.tokens_of_heads(known_lengths)),
-            slots[i],
+        i: SharedSelection(
+            call=dataclasses.replace(calls[i], layer=layer.selector, num_slots=most),
+            num_kept=jnp.asarray(layer.tokens_of_heads(known_lengths)),
+            # What acts on prompts alone would tell layers apart, and has done its work when they store.
+            layer=getattr(layer, "after_prompt", layer),
+            num_slots=calls[i].num_slots,
+            side_slots=side_slots[i],
         )
-        for i, (layer, chooser) in layers.items()
+        for i, layer in layers.items()
     }
 
 
@@ -218,36 +232,21 @@ def run_and_store(
     angles: Any,
     mode: FullPrefill,
     calls: Sequence[LayerCall],
-    choices: Mapping[int, Choice],
+    selections: Mapping[int, SharedSelection],
     target: Target,
 ) -> tuple[Float[Array, "B Q D"], tuple[Any, ...]]:
-    """Runs whole prompts through all layers, each of which makes its state at once, or by its `Choice`."""
-    nothing = (None,) * len(calls)
-    if not choices or any(call.is_read for call in calls):
-        return run_layers(params, hidden, angles, mode, calls, nothing, target=target)
+    """Runs whole prompts through all layers, each of which makes its state at once, or by its `SharedSelection`."""
+    if not selections or any(call.is_read for call in calls):
+        return run_layers(params, hidden, angles, mode, calls, (None,) * len(calls), target=target)
     states = []
     for i, call in enumerate(calls):
-        choice = choices.get(i)
-        own_call, own_mode = call, mode
-        if choice is not None:
-            own_call, own_mode = choice.call, dataclasses.replace(mode, num_kept=choice.num_kept)
-        hidden, (state,) = run_layers(
-            params, hidden, angles, own_mode, [own_call], nothing[:1], target=target, first_layer=i
-        )
-        states.append(state if choice is None else store_chosen(state, call, choice.side_slots))
+        selection, own_mode = selections.get(i), mode
+        if selection is not None:
+            call, own_mode = selection.call, dataclasses.replace(mode, num_kept=selection.num_kept)
+        hidden, (state,) = run_layers(params, hidden, angles, own_mode, [call], [None], target=target, first_layer=i)
+        # Stored before the next layer runs: the places that a layer does not need would stay for all of them.
+        states.append(state if selection is None else selection.store(state))
     return hidden, tuple(states)
-
-
-def store_chosen(chosen: Any, call: LayerCall, side_slots: int) -> Any:
-    """Makes a layer's state of what its chooser placed."""
-    # What acts on prompts alone has done so, and would tell layers apart.
-    layer = getattr(call.layer, "after_prompt", call.layer)
-    return _store_chosen(chosen, layer=layer, num_slots=call.num_slots, side_slots=side_slots)
-
-
-@functools.partial(jax.jit, static_argnames=("layer", "num_slots", "side_slots"))
-def _store_chosen(chosen: Any, layer: TabulatedLayer, num_slots: int, side_slots: int) -> Any:
-    return layer.store_chosen(chosen, num_slots, side_slots)
 
 
 def require_whole_tiles(needs: Iterable[Needs], chunk: int, num_tokens: int) -> None:
@@ -511,7 +510,7 @@ def compress_prompts(
         calls, parts = _divide_budget(prompts, lengths, calls, capacity, mesh, longest, measures)
     exact = [prompt for prompt in prompts if isinstance(prompt, LayerPrompt)]
     width = max((min(prompt.k.shape[2], capacity) for prompt in exact), default=0)
-    choices = share_choosers(calls, lengths, exact, width, mesh)
+    selections = share_selections(calls, lengths, exact, width, mesh)
     del exact  # or the layers' prompts would stay until all are compressed
     states: list[Any] = []
     below = None
@@ -525,12 +524,12 @@ def compress_prompts(
             prompt = prompt._replace(paired=(other.k, other.v))
         below = prompt if prompts and calls[len(states) + 1].layer.needs.paired_layer < 0 else None
         if isinstance(prompt, LayerPrompt):  # else a cache state already: fed through its method, or without tokens
-            choice = choices.get(len(states))
-            if choice is None:
-                prompt = compress(call, prompt, lengths, capacity, mesh, *part)
-            else:
-                chosen = compress(choice.call, prompt, lengths, capacity, mesh, choice.num_kept)
-                prompt = store_chosen(chosen, call, choice.side_slots)
+            selection = selections.get(len(states))
+            if selection is not None:
+                call, part = selection.call, BudgetPart(selection.num_kept)
+            prompt = compress(call, prompt, lengths, capacity, mesh, *part)
+            if selection is not None:
+                prompt = selection.store(prompt)
         states.append(prompt)
     return tuple(states)
 

@@ -25,6 +25,7 @@ from kvjax.cache.calibration import table_file
 from kvjax.cache.calibration.table_file import TableFile
 from kvjax.cache.eviction.budgets import PromptFraction, Uniform
 from kvjax.cache.protocol import TabulatedLayer
+from kvjax.engine import prefill as engine_prefill
 from kvjax.engine.plan import bind, specs
 from kvjax.errors import IncompatibleMethod, KvjaxError
 from kvjax.generation.inputs import pad
@@ -281,47 +282,61 @@ def test_layers_of_a_table_share_the_program_that_reads_a_prompt(tmp_path, trace
     assert len({state.side_store.pos.shape[2] for state in context.cache.layers}) > 1
 
 
-CHOSEN_BY_TABLE = (
+SHARING = (
     "keydiff:budget=12,recent=2 + merging",
     "turned_queries:budget=25%,level=head + int4",
     "kvzip:budget=25%,sinks=2,level=head + offload",
     "snapkv:budget=14,window=2,kernel=3,unit=chunk4 + kivi:bits=2,group=4,residual=4",
 )
-CHOSEN_AT_ONCE = ("keydiff:budget=40%,recent=2 + kvcrush:share=0.5",)  # in places that the layer's own budget leaves
+AT_ONCE = "keydiff:budget=40%,recent=2 + kvcrush:share=0.5"  # selects in places that the layer's own budget leaves
 
 
 @pytest.mark.parametrize(
     ("method", "windows"),
-    [*((method, None) for method in (*CHOSEN_BY_TABLE, *CHOSEN_AT_ONCE)), (CHOSEN_BY_TABLE[0], (None, 8, None))],
+    [*((method, None) for method in (*SHARING, AT_ONCE)), (SHARING[0], (None, 8, None))],
 )
-def test_layers_that_share_a_program_hold_what_one_program_of_all_makes(method, windows, tmp_path):
+def test_layers_that_share_a_program_hold_what_they_hold_by_themselves(method, windows, tmp_path, monkeypatch):
     model = toy_model(kv_heads=HEADS, windows=windows)
-    table = write_table(tmp_path, random_shares())
-    text = f"{method} + head_shares:page=4,table={table}"
+    text = f"{method} + head_shares:page=4,table={write_table(tmp_path, random_shares())}"
     plan = bind(text, model.config)
-    choosers = {part.chooser for part in plan if isinstance(part, TabulatedLayer)} - {None}
-    assert len(choosers) == (1 if method in CHOSEN_BY_TABLE else 0)
+    selectors = {part.selector for part in plan if isinstance(part, TabulatedLayer)} - {None}
+    assert len(selectors) == (0 if method == AT_ONCE else 1)
     tokens, lengths = pad(PROMPTS, 64)
 
-    def read(params, tokens, lengths, chunk=None):
-        return functional.prefill(params, tokens, lengths, plan, model.config, 80, chunk=chunk)
+    def read():
+        """At once, layer by layer in chunks, and compressed from exact prompts."""
+        prefill = functional.prefill
+        whole, chunked = (
+            prefill(model.params, tokens, lengths, plan, model.config, 80, chunk=chunk) for chunk in (None, 24)
+        )
+        return whole, chunked, read_exactly(model, PROMPTS, width=64).compress(text, 80).cache
 
+    shared = read()
+    monkeypatch.setattr(engine_prefill, "share_selections", lambda *_: {})
+    by_themselves = read()
+    assert jax.tree.map(jax.typeof, shared) == jax.tree.map(jax.typeof, by_themselves)
+    # To the bit, but for the means of merged tokens, which another program may round otherwise.
+    rounding = 1e-6 if "merging" in method else 0
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=rounding), shared, by_themselves)
+
+
+def test_a_callers_program_reads_what_layers_that_share_theirs_do(model, table):
+    text = f"turned_queries:budget=25%,level=head + head_shares:page=4,table={table}"
+    tokens, lengths = pad(PROMPTS, 64)
+
+    def read(params, tokens, lengths):
+        return functional.prefill(params, tokens, lengths, bind(text, model.config), model.config, 80)
+
+    logits, cache = read(model.params, tokens, lengths)
     expected_logits, expected = jax.jit(read)(model.params, tokens, lengths)
-    for chunk in (None, 24):
-        logits, cache = read(model.params, tokens, lengths, chunk)
-        np.testing.assert_allclose(logits, expected_logits, atol=1e-4)
-        assert jax.tree.map(jax.typeof, cache) == jax.tree.map(jax.typeof, expected)
-        for state, other in zip(cache.layers, expected.layers, strict=True):
-            jax.tree.map(np.testing.assert_array_equal, positions(state), positions(other))
-    cache = read_exactly(model, PROMPTS, width=64).compress(text, 80).cache
+    np.testing.assert_allclose(logits, expected_logits, atol=1e-4)
+    assert jax.tree.map(jax.typeof, cache) == jax.tree.map(jax.typeof, expected)
+    for state, other in zip(cache.layers, expected.layers, strict=True):
+        np.testing.assert_array_equal(state.side_store.pos, other.side_store.pos)
+        np.testing.assert_array_equal(state.side_store.owner, other.side_store.owner)
     new = np.array([[3], [5], [7]], np.int32)
     next_logits = [functional.extend(model.params, new, x)[0] for x in (cache, expected)]
     np.testing.assert_allclose(*next_logits, atol=1e-3)
-
-
-def positions(state) -> tuple:
-    """The positions of all tokens that a layer holds, in its slots and in its pages."""
-    return state.pos, None if state.side_store is None else (state.side_store.pos, state.side_store.owner)
 
 
 def test_a_budget_that_differs_between_layers_is_not_divided_again(model, table):

@@ -100,14 +100,13 @@ class PagedHeads(SideStore):
 
     def place(self, storage: KVStorage, block: KVBlock, num_slots: int) -> PagePools:
         """Distributes the heads' tokens, left-aligned in `block`, over the pools of this device, as floats."""
-        kept, num_pages = block, -(-num_slots // self.page)
-        num_local = kept.k.shape[1]
+        num_pages, num_local = -(-num_slots // self.page), block.k.shape[1]
         page = (over_heads.first_head(num_local) + jnp.arange(num_local, dtype=jnp.int32)[:, None]) * num_pages
         page = page + jnp.arange(num_pages, dtype=jnp.int32)[None]  # i32[K pages], numbered over all devices
-        length = over_heads.gather((kept.pos >= 0).sum(-1, dtype=jnp.int32))
+        length = over_heads.gather((block.pos >= 0).sum(-1, dtype=jnp.int32))
         owner, token = _assign_pages(length, page, self.page)
         is_used = token >= 0
-        source = jnp.where(is_used, jnp.repeat(owner, self.page, -1) * kept.pos.shape[2] + token, 0)
+        source = jnp.where(is_used, jnp.repeat(owner, self.page, -1) * block.pos.shape[2] + token, 0)
 
         def take_pages(x: Array) -> Array:
             # A page's owner may be a head of another device; this is the only time that tokens cross between devices.
@@ -116,11 +115,11 @@ class PagedHeads(SideStore):
             index = source.reshape(*source.shape[:1], -1, *(1,) * (tokens.ndim - 2))
             return jnp.take_along_axis(tokens, index, 1).reshape(*source.shape, *tokens.shape[2:])
 
-        pos = jnp.where(is_used, take_pages(kept.pos), -1)
+        pos = jnp.where(is_used, take_pages(block.pos), -1)
         # Keys lose their rotation, where the codec asks so, before a page holds the tokens of another head.
-        k = take_pages(storage.in_pages(self.page).keys_to_store(kept))
-        bias = None if kept.bias is None else take_pages(kept.bias)
-        return PagePools(k, take_pages(kept.v), pos, owner, bias)
+        k = take_pages(storage.in_pages(self.page).keys_to_store(block))
+        bias = None if block.bias is None else take_pages(block.bias)
+        return PagePools(k, take_pages(block.v), pos, owner, bias)
 
     def encode_placed(self, storage: KVStorage, placed: PagePools, num_slots: int) -> PagePools:
         num_pages, storage = -(-num_slots // self.page), storage.in_pages(self.page)

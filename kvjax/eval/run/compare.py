@@ -18,7 +18,7 @@ from kvjax.eval.run.cells import make_cells
 from kvjax.eval.run.comparison import Comparison
 from kvjax.eval.run.evaluate import check_cases, evaluate
 from kvjax.eval.run.parts import Part, parse_part
-from kvjax.eval.run.progress import FinishedRows, describe_earlier, make_progress
+from kvjax.eval.run.progress import AnnouncedRows, describe_earlier, make_progress
 from kvjax.eval.run.ray_workers import RayWorkers
 from kvjax.eval.tasks import suite
 from kvjax.eval.tasks.case import Spec
@@ -119,7 +119,7 @@ def compare(
         if announce is not None:
             if records.records:
                 announce(describe_earlier(out, records.records))
-            records.on_append = FinishedRows(records, cells, announce).note
+            records.on_append = AnnouncedRows(records, cells, announce).note
         if part is not None and is_writer:
             parts.write_cells(out, content)
         evaluate(model, methods, cases, records, **options, speed=lengths, progress=shown, cells=cells, workers=workers)

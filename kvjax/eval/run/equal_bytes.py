@@ -128,7 +128,7 @@ def find_largest_size(count_bytes: Callable[[int], int], most: int, max_bytes: i
     while too_large - low > 1:
         size = (low + too_large) // 2
         if num_guesses < MAX_GUESSES:
-            # Each guess is one more than the one before: it is too large where that one was right.
+            # Each guess lies one size further above the proportion: where the one before was right, it is too large.
             in_proportion = (max_bytes - low_bytes) * (too_large - low) // (too_large_bytes - low_bytes)
             size = min(max(low + in_proportion + num_guesses, low + 1), too_large - 1)
             num_guesses += 1

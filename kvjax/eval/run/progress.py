@@ -76,7 +76,7 @@ class LineProgress(Progress):
         self._line.say(f"{whole.percentage:.0f}%, {seconds:.0f} s{left}: {description}")
 
 
-class FinishedRows:
+class AnnouncedRows:
     """Says each row of the table after its first batch, and again once all its cases have records.
 
     Methods take a batch one after the other, so that all rows are finished near the end; the first batch of each says
@@ -100,7 +100,7 @@ class FinishedRows:
         self._begun = {(r["method"], r["task"], summary.length_of(r)) for r in store.records}
 
     def note(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Takes records that the store has been given, a batch of a method at a time."""
+        """Takes the records of a batch that the store has been given."""
         given = Counter((r["method"], r["task"], summary.length_of(r)) for r in records)
         for row, count in given.items():
             method, task, length = row
