@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any
 from rich.progress import Progress
 
 from kvjax.errors import KvjaxError, KvjaxWarning
+from kvjax.eval.page import summary
 from kvjax.eval.page.paired_difference import BITS, SCORE, RecordedRun
-from kvjax.eval.page.summary import length_of
 from kvjax.eval.run import equal_bytes, store
 from kvjax.eval.run.compare import compare
 from kvjax.eval.run.comparison import Comparison
 from kvjax.eval.run.equal_bytes import FittedMethod, fit_methods
-from kvjax.eval.run.progress import bars
+from kvjax.eval.run.progress import describe_earlier
 from kvjax.eval.tasks import own_questions, suite, symbols
-from kvjax.eval.tasks.case import Spec
+from kvjax.eval.tasks.case import Case, Spec, take_first
 from kvjax.eval.tasks.data_files import resolve_text_path
 from kvjax.eval.tasks.texts import PREDICTED_TOKENS
 from kvjax.generation.memory_plan import planned_bytes
@@ -56,6 +56,7 @@ lose least, fewer bits alone, and the best known ways to choose tokens. A model 
 how to make one."""
 LENGTH = 2048  # most tokens of a context that is tried by default, so that a recommendation takes minutes
 CONTEXTS, QUESTIONS = 16, 4
+FIRST_CONTEXTS = 4  # of each task, after which candidates leave for the first time
 MAX_NAMED = 3  # methods of a line; more are counted
 LEAST_LENGTH = 64  # tokens of a context that an error proposes
 UNITS = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -143,7 +144,8 @@ def recommend(
     Candidates are sized to take the same bytes of the device, at most the budget. Each reads contexts of these texts
     in which numbers were planted, before any question is known, and is asked for the numbers; then for the answers to
     one's own questions, if there are any; and predicts how the texts go on. The winner has the most right answers, the
-    mean over these tasks; among equals it predicts the texts best.
+    mean over these tasks; among equals it predicts the texts best. Candidates leave early: after four contexts of each
+    task, eight, sixteen and so on those go on that are not told apart from the first with 95% confidence.
 
     Args:
       model: from `kvjax.load`.
@@ -156,7 +158,7 @@ def recommend(
         beside the weights is left out.
       context: tokens of the contexts that the method is for.
       length: tokens of the contexts that are tried, at the same fraction of bytes; by default `context`, at most 2,048.
-      contexts: how many are tried of each task.
+      contexts: how many are tried of each task, under the candidates that do not leave before.
       candidates: methods or their strings, of any size; see `CANDIDATES`.
       out: a folder that keeps every answer, where a run that was stopped goes on.
       batch: contexts at a time.
@@ -214,30 +216,47 @@ def recommend(
     write_text(out / TEXTS, text)
     spec = Spec((length,), contexts, QUESTIONS, seed=seed, text=out / TEXTS, data=data)
     if questions is not None:
-        with warnings.catch_warnings():  # they are given when the questions are asked
+        with warnings.catch_warnings():  # they are given below
             warnings.simplefilter("ignore", KvjaxWarning)
             suite.cases(model, ["questions"], spec)  # texts that are all too long are an error, and not left out
+    cases = suite.cases(model, tasks, spec, note)
+    if earlier := store.parse_records(out / store.RECORDS):
+        say(describe_earlier(out, earlier))
     say(f"sizing {display.count(len(names), 'candidate')}, which takes a while in a model of many layers")
     fitted, left_out = fit_candidates(model, names, share, context, length, setting)
     for line in left_out:
         note(line)
-    options: dict[str, Any] = {"batch": batch, "progress": progress, "announce": announce, "left_out": note}
-    tried = list(dict.fromkeys(["full", *(trial.method for _, trial in fitted)]))
-    rows, failed = try_methods(model, tried, tasks, spec, out, **options)
-    for method, problem in failed.items():
-        tried.remove(method)
-        note(f"{method} is left out: {problem}")
-    run = RecordedRun(shared_records(store.read(out), tried, tasks, length))
-    winner, equals = rank(run, tried[1:])
+    options: dict[str, Any] = {"batch": batch, "progress": progress, "announce": announce, "left_out": _say_nothing}
+    tried = ["full", *dict.fromkeys(trial.method for _, trial in fitted)]
+    going_on = tried[1:]
+    for num_contexts in plan_rounds(contexts, batch):
+        failed = try_methods(model, ["full", *going_on], tasks, spec, out, **options, first=num_contexts)
+        for method, problem in failed.items():
+            tried.remove(method)
+            going_on.remove(method)
+            note(f"{method} is left out: {problem}")
+        records = select_records(store.read(out), ["full", *going_on], take_first(cases, num_contexts))
+        run = RecordedRun(shared_records(records))
+        winner, equals = rank(run, going_on)
+        if num_contexts == contexts:
+            break
+        behind = find_behind(run, winner, going_on)
+        going_on = [method for method in going_on if method not in behind]
+        if behind:
+            note(
+                f"{name_some(behind)}: fewer right answers than {winner} in {num_contexts} contexts of each task, with "
+                "95% confidence, and not asked further"
+            )
+        going = display.count(len(going_on), "candidate")
+        say(f"after {num_contexts} contexts of each task {winner} is first; {going} to be asked further")
     if speed:
         say(f"the speed of {winner} and of full")
-        options |= {"progress": False, "announce": None, "left_out": _say_nothing}
-        rows = compare(model, ["full", winner], tasks, spec, out, **options, speed=True)
-    # The folder may hold answers of an earlier command, of other methods and lengths.
-    rows = Comparison(tuple(r for r in rows if r.method in tried and r.task in tasks and r.length == length))
+        options |= {"progress": False, "announce": None}
+        compare(model, ["full", winner], tasks, spec, out, **options, speed=True)
+    rows = Comparison.of(summary.rows(select_records(store.read(out), tried, cases)))
     method = next(final.method for final, trial in fitted if trial.method == winner)
     notes += describe(run, rows, winner, equals, length, context)
-    num_windows = sum(task == "ppl" for task, *_ in run.cases["full"])
+    num_windows = sum(case.task == "ppl" for case in cases)
     if num_windows < contexts:
         notes.append(
             f"the texts have room for {display.count(num_windows, 'context')} of {length:,} tokens with what follows: "
@@ -252,34 +271,53 @@ def _say_nothing(line: str) -> None:
     pass
 
 
+def plan_rounds(contexts: int, batch: int) -> list[int]:
+    """Plans after how many contexts of each task candidates leave: whole batches, twice as many each time."""
+    rounds, num_contexts = [], batch * math.ceil(FIRST_CONTEXTS / batch)
+    while num_contexts < contexts:
+        rounds.append(num_contexts)
+        num_contexts *= 2
+    return [*rounds, contexts]
+
+
 def try_methods(
     model: Model, methods: Sequence[str], tasks: Sequence[str], spec: Spec, out: Path, **options: Any
-) -> tuple[Comparison, dict[str, str]]:
+) -> dict[str, str]:
     """Asks `full`, which comes first, and the candidates; where one fails, each by itself, and the others go on.
 
+    Args:
+      model: that is asked.
+      methods: the candidates after `full`.
+      tasks: as `compare` takes them.
+      spec: as `compare` takes it.
+      out: the folder that keeps the answers.
+      **options: others of `compare`.
+
     Returns:
-      The rows of `compare`, with its `options`, and the reason for each candidate that failed.
+      The reason for each candidate that failed.
 
     Raises:
       KvjaxError: all candidates fail. An error that `full` has as well, as one of the folder or the texts, is its own.
     """
     try:
-        return compare(model, methods, tasks, spec, out, **options), {}
+        compare(model, methods, tasks, spec, out, **options)
+        return {}
     except Exception as e:  # of a method, which may be the user's
         problem = e
     full, *candidates = methods
     # Answers that were given are in the folder, and are not asked for again.
     options |= {"left_out": _say_nothing}
-    rows, failed = compare(model, [full], tasks, spec, out, **options), {}
+    compare(model, [full], tasks, spec, out, **options)
+    failed = {}
     for method in candidates:
         try:
-            rows = compare(model, [method], tasks, spec, out, **options)
+            compare(model, [method], tasks, spec, out, **options)
         except Exception as e:
             failed[method] = describe_failure(e)
     if len(failed) == len(candidates):
         reasons = "; ".join(f"{method}: {reason}" for method, reason in failed.items())
         raise KvjaxError(f"no candidate runs to its end; give others (--candidates): {reasons}") from problem
-    return rows, failed
+    return failed
 
 
 def describe_failure(error: Exception) -> str:
@@ -287,15 +325,29 @@ def describe_failure(error: Exception) -> str:
     return str(error) if isinstance(error, KvjaxError) else f"it fails with {type(error).__name__}: {error!s:.200}"
 
 
-def shared_records(records: Iterable[Any], methods: Sequence[str], tasks: Sequence[str], length: int) -> list[Any]:
-    """Returns the records of contexts that all methods have answered, at one length.
+def select_records(records: Iterable[Any], methods: Sequence[str], cases: Sequence[Case]) -> list[Any]:
+    """Selects the answers of methods about cases, and their speeds at these lengths.
 
-    A folder may hold answers of an earlier command about more contexts or other lengths, which some methods lack.
+    A folder may hold answers of an earlier command, of other methods, contexts and lengths.
     """
-    wanted = [r for r in records if r["method"] in methods and r["task"] in tasks and length_of(r) == length]
-    contexts = [{(r["task"], r["key"]) for r in wanted if r["method"] == method} for method in methods]
-    shared = set.intersection(*contexts)
-    return [r for r in wanted if (r["task"], r["key"]) in shared]
+    keys = {(case.task, case.key) for case in cases}
+    lengths = {case.about["length"] for case in cases}
+
+    def is_wanted(record: Any) -> bool:
+        if record["task"] == summary.SPEED:
+            return summary.length_of(record) in lengths
+        return (record["task"], record["key"]) in keys
+
+    return [record for record in records if record["method"] in methods and is_wanted(record)]
+
+
+def shared_records(records: Sequence[Any]) -> list[Any]:
+    """Returns the records about the contexts that all of their methods have answered."""
+    answered: dict[str, set[tuple[str, str]]] = {}
+    for record in records:
+        answered.setdefault(record["method"], set()).add((record["task"], record["key"]))
+    shared = set.intersection(*answered.values())
+    return [record for record in records if (record["task"], record["key"]) in shared]
 
 
 def read_texts(path: Path | str, out: Path) -> tuple[str, int, list[str]]:
@@ -510,6 +562,12 @@ def rank(run: RecordedRun, methods: Sequence[str]) -> tuple[str, tuple[str, ...]
     return winner, tuple(equals)
 
 
+def find_behind(run: RecordedRun, winner: str, methods: Sequence[str]) -> list[str]:
+    """Finds the methods with fewer right answers than the winner, with 95% confidence."""
+    gaps = {name: run.difference(winner, name, SCORE) for name in methods if name != winner}
+    return [name for name, gap in gaps.items() if gap is not None and gap.low is not None and gap.low > 0]
+
+
 def name_some(names: Sequence[str]) -> str:
     """Names the first methods, and counts the others."""
     more = [f"{len(names) - MAX_NAMED} more"] if len(names) > MAX_NAMED else []
@@ -589,7 +647,6 @@ def run(args: argparse.Namespace) -> None:
             **options,
             candidates=args.candidates or CANDIDATES,
             speed=not args.no_speed,
-            progress=bars(),
             announce=lambda line: print(f"kvjax: {line}", file=sys.stderr),
         )
     except KeyboardInterrupt:

@@ -14,7 +14,7 @@ from kvjax.errors import KvjaxError, KvjaxWarning
 from kvjax.eval.page.paired_difference import RecordedRun
 from kvjax.eval.run.comparison import Comparison
 from kvjax.eval.tasks import suite
-from kvjax.eval.tasks.case import Spec, TooShort
+from kvjax.eval.tasks.case import Case, Spec, TooShort
 from kvjax.generation.memory_plan import planned_bytes
 from kvjax.planning import recommend as recommend_module
 from kvjax.planning.recommend import (
@@ -22,12 +22,15 @@ from kvjax.planning.recommend import (
     choose_share,
     describe,
     describe_excess,
+    find_behind,
     fit_candidates,
     make_setting,
     parse_budget,
+    plan_rounds,
     rank,
     read_texts,
     recommend,
+    select_records,
     shared_records,
     try_methods,
 )
@@ -278,9 +281,9 @@ def test_a_candidate_that_fails_is_left_out_and_the_others_go_on(monkeypatch):
 
     monkeypatch.setattr(recommend_module, "compare", compare)
     broken, arguments = "", ([], None, None)
-    assert try_methods(None, ["full", "good"], *arguments) == (["full", "good"], {})
+    assert try_methods(None, ["full", "good"], *arguments) == {}
     failed = {"bad": "it fails with ValueError: bad is broken"}
-    assert try_methods(None, ["full", "bad", "good"], *arguments) == (["good"], failed)
+    assert try_methods(None, ["full", "bad", "good"], *arguments) == failed
     with pytest.raises(KvjaxError, match="no candidate runs to its end; give others .* bad: it fails with ValueError"):
         try_methods(None, ["full", "bad"], *arguments)
     broken = "full"  # what fails for the exact cache is no fault of a candidate
@@ -301,14 +304,56 @@ def test_a_candidate_whose_bytes_cannot_be_counted_is_left_out(model, monkeypatc
 
 
 def test_methods_are_compared_on_the_contexts_that_all_have_answered():
-    def record(method, length, i):
-        return {"method": method, "task": "planted", "key": f"planted/{length}/{i}", "about": {"length": length}}
+    def record(method, length, i, task="planted"):
+        return {"method": method, "task": task, "key": f"{task}/{length}/{i}", "about": {"length": length}}
 
     records = [record(m, n, i) for m in ("full", "int4") for n in (256, 512) for i in range(4)]
     records += [record("kivi", 256, i) for i in range(2)] + [record("snapkv", 256, 0)]
-    found = shared_records(records, ["full", "int4", "kivi"], ["planted", "ppl"], 256)
+    records += [record("full", n, 0, "speed") for n in (256, 512)]
+    cases = [Case("planted", f"planted/256/{i}", None, about={"length": 256}) for i in range(4)]
+    selected = select_records(records, ["full", "int4", "kivi"], cases)
+    assert {r["key"] for r in selected} == {*(c.key for c in cases), "speed/256/0"}
+    found = shared_records(select_records(records[:-2], ["full", "int4", "kivi"], cases[:3]))
     expected = [(m, f"planted/256/{i}") for m in ("full", "int4", "kivi") for i in range(2)]
     assert [(r["method"], r["key"]) for r in found] == expected
+
+
+def test_rounds_are_of_whole_batches():
+    assert [plan_rounds(*sizes) for sizes in ((16, 4), (64, 8), (20, 1), (8, 3), (2, 4))] == [
+        *([4, 8, 16], [8, 16, 32, 64], [4, 8, 16, 20], [6, 8], [2])
+    ]
+
+
+def test_candidates_that_fall_behind_leave_and_more_contexts_go_on(model, texts, tmp_path):
+    options = {"length": 256, "context": 256, "candidates": "kvzip; snapkv + int4; streaming_llm", "speed": False}
+
+    def run(contexts, out):
+        lines = []
+        found = recommend(model, texts, "30%", **options, contexts=contexts, out=tmp_path / out, announce=lines.append)
+        rows = {(row.method.partition(":")[0], row.task): row for row in found.rows}
+        return found, rows, lines
+
+    _, rows, _ = run(4, "out")
+    assert {row.contexts for row in rows.values()} == {4}
+    found, rows, lines = run(6, "out")
+    assert rows["streaming_llm", "shared"].contexts == 4 and rows["kvzip", "shared"].contexts == 6
+    assert rows["full", "ppl"].contexts == 6 and rows["kvzip", "ppl"].contexts == 6  # not those of the four before
+    assert any(re.match(r"streaming_llm:recent=\d+: fewer right answers than .* in 4 contexts", x) for x in found.notes)
+    assert sum("already holds" in line for line in lines) == 1
+    assert any(line.endswith("is first; 2 candidates to be asked further") for line in lines)
+    again, rows_again, _ = run(6, "anew")
+    assert again.method == found.method and again.notes == found.notes
+    for key in (("full", "ppl"), ("kvzip", "ppl")):  # in batches of other windows
+        assert rows_again[key].bits == pytest.approx(rows[key].bits, abs=1e-6)
+
+
+def test_texts_alone_let_nothing_fall_behind():
+    bits = [
+        {"method": m, "task": "ppl", "key": str(i), "scores": [], "bits": b}
+        for i in range(8)
+        for m, b in (("a", 1.0), ("b", 2.0))
+    ]
+    assert find_behind(RecordedRun(bits), "a", ["a", "b"]) == []
 
 
 def write_questions(folder, *rows):

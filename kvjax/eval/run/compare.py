@@ -21,7 +21,7 @@ from kvjax.eval.run.parts import Part, parse_part
 from kvjax.eval.run.progress import AnnouncedRows, describe_earlier, make_progress
 from kvjax.eval.run.ray_workers import RayWorkers
 from kvjax.eval.tasks import suite
-from kvjax.eval.tasks.case import Spec
+from kvjax.eval.tasks.case import Spec, take_first
 from kvjax.models.model import Model
 from kvjax.registry.method_hash import method_hash
 from kvjax.registry.strings import Methods, resolve
@@ -44,6 +44,7 @@ def compare(
     *,
     batch: int = 8,
     question_aware: bool = False,
+    first: int | None = None,
     speed: bool = False,
     progress: bool | Progress | None = None,
     left_out: Callable[[str], None] | None = None,
@@ -63,12 +64,14 @@ def compare(
         the model's mesh, the first one alone writes there.
       batch: contexts at a time.
       question_aware: each question ends the prompt, so that a method sees it when it compresses.
+      first: asks so many cases of each task and length alone, the first ones; later calls with the same `out` ask the
+        others.
       speed: measure it too.
       progress: whether to show how far it is; by default on a terminal and in a notebook. A `rich` progress is used
         as it is.
       left_out: called with a line for each task that does not fit in a length, which is then left out.
-      announce: called with lines for whoever waits: what `out` held before, and each row after its first batch
-        and when it is finished.
+      announce: called with lines for whoever waits: what `out` held before, unless there is a `first`, and each row
+        after its first batch and when it is finished.
       part: asks a part of the cases only, such as "3/8", and keeps its answers in the folder `part-3-of-8` of `out`;
         `kvjax report` puts the parts together.
       workers: of `kvjax.eval.connect_ray`, which do the work in place of this process; the rows are the same.
@@ -89,6 +92,8 @@ def compare(
     method_names = list(resolve(methods))
     tasks = suite.expand(tasks, left_out)
     cases = suite.cases(model, tasks, spec, left_out)
+    if first is not None:
+        cases = take_first(cases, arguments.integer("first", first))
     options = {"seed": spec.seed, "batch": batch, "question_aware": question_aware}
     run = store.describe_run(model, **options, methods=method_names, tasks=tasks, lengths=spec.lengths)
     part = parse_part(part) if isinstance(part, str) else part
@@ -117,7 +122,7 @@ def compare(
         out = Path(out or stack.enter_context(tempfile.TemporaryDirectory(prefix="kvjax-")))
         records = stack.enter_context(store.open_store(out, run)) if is_writer else store.Follower()
         if announce is not None:
-            if records.records:
+            if records.records and first is None:
                 announce(describe_earlier(out, records.records))
             records.on_append = AnnouncedRows(records, cells, announce).note
         if part is not None and is_writer:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -46,6 +47,18 @@ class Case:
     follows: np.ndarray | None = None  # i32[T], predicted token by token (teacher-forced); then there are no asks
     bytes: int = 0  # of the text of `follows`, so that models with different tokenizers compare
     about: Mapping[str, float | int | str] = dataclasses.field(default_factory=dict)  # {"length": 2048, "depth": 0.5}
+
+
+def take_first(cases: Iterable[Case], count: int) -> list[Case]:
+    """Returns the first `count` cases of each task and length."""
+    num_taken: Counter[tuple[str, object]] = Counter()
+    taken = []
+    for case in cases:
+        group = case.task, case.about.get("length")
+        num_taken[group] += 1
+        if num_taken[group] <= count:
+            taken.append(case)
+    return taken
 
 
 class TooShort(KvjaxError):

@@ -44,8 +44,9 @@ def _cut_windows(task: str, model: Model, spec: Spec, divide: Callable[[int], tu
             # The tokens of both together grow with the length, so the longest that fits is found by bisection.
             longest = bisect.bisect_right(range(1, num_tokens + 1), num_tokens, key=lambda n: sum(divide(n)))
             raise _too_few_tokens(spec, num_tokens, f"{context:,} with {num_predicted} to predict", longest)
-        for i, (ids, num_bytes) in enumerate(windows):
-            key, about = f"{task}/{length}/{i}", {"length": length}
+        for start, ids, num_bytes in windows:
+            # Its place names a window: the i-th of four is not the i-th of eight.
+            key, about = f"{task}/{length}/{start}", {"length": length}
             yield Case(task, key, ids[:context], follows=ids[context:], bytes=num_bytes, about=about)
 
 
@@ -57,8 +58,9 @@ def _too_few_tokens(spec: Spec, num_tokens: int, context: str, most: int) -> Kvj
     )
 
 
-Windows = tuple[list[tuple[np.ndarray, int]], int]
-"""(ids i32[length + num_predicted], bytes of the predicted ones) of each window, and the tokens of a too short text."""
+Windows = tuple[list[tuple[int, np.ndarray, int]], int]
+"""(place in the text, ids i32[length + num_predicted], bytes of the predicted ones) of each window, and the tokens of a
+too short text."""
 
 
 def _byte_windows(model: Model, spec: Spec, length: int, num_predicted: int) -> Windows:
@@ -67,13 +69,13 @@ def _byte_windows(model: Model, spec: Spec, length: int, num_predicted: int) -> 
     num_windows = len(tokens) // total
     # Even distances over the whole text, and no two windows overlap.
     starts = np.linspace(0, num_windows - 1, min(spec.contexts, num_windows)).astype(int) * total
-    windows = [tokens[start : start + total].astype(np.int32) for start in starts]
+    windows = [(int(start), tokens[start : start + total].astype(np.int32)) for start in starts]
     # Markers between files are tokens, but no bytes of the text.
-    return [(ids, int((ids[length:] < 256).sum())) for ids in windows], len(tokens)
+    return [(start, ids, int((ids[length:] < 256).sum())) for start, ids in windows], len(tokens)
 
 
 def _text_windows(model: Model, spec: Spec, length: int, num_predicted: int) -> Windows:
-    """Windows for other models: each starts at a line, and opens as the tokenizer opens a text."""
+    """Windows for other models: each opens as the tokenizer opens a text, at a line where lines are shorter than it."""
     text, tokenizer, total = symbols.read_source(spec), model.text_tokenizer(), length + num_predicted
     span = total  # characters, grown until every window has its tokens
     while True:
@@ -81,12 +83,14 @@ def _text_windows(model: Model, spec: Spec, length: int, num_predicted: int) -> 
         num_windows = min(spec.contexts, len(text) // span)
         windows = []
         for at in np.linspace(0, len(text) - span, num_windows):
-            start = text.rfind("\n", 0, int(at)) + 1
+            # A text may be a single line: two windows of it may not start at the same place.
+            line = text.rfind("\n", max(int(at) - span, 0), int(at))
+            start = line + 1 if line >= 0 or at < span else int(at)
             encoding = tokenizer.prompt_encoding(text[start : start + span], parse_special=False)
             if len(encoding.ids) <= total:  # one more than needed, since the cut may have changed the last token
                 break
             predicted = text[start + encoding.offsets[length][0] : start + encoding.offsets[total][0]]
-            windows.append((np.array(encoding.ids[:total], np.int32), len(predicted.encode())))
+            windows.append((start, np.array(encoding.ids[:total], np.int32), len(predicted.encode())))
         else:
             return windows, 0
         if span == len(text):

@@ -33,7 +33,7 @@ def body(model: Model, ids: np.ndarray) -> str:
 @ALL
 def test_windows_of_text(model):
     cases = make_cases("ppl", model)
-    assert [c.key for c in cases] == [f"ppl/{n}/{i}" for n in (200, 600) for i in range(3)]
+    assert [c.key.rpartition("/")[0] for c in cases] == [f"ppl/{n}" for n in (200, 600) for _ in range(3)]
     source = symbols.read_source(Spec())
     places = []
     for case in cases:
@@ -51,9 +51,22 @@ def test_windows_of_text(model):
 
 
 @ALL
+@pytest.mark.parametrize("end", ("\n", " "), ids=("lines", "one_line"))
+def test_a_key_names_one_window_however_many_there_are(model, end, tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text("".join(f"x = {i}{end}" for i in range(2000)))
+    few, more = ({c.key: c for c in make_cases("ppl", model, Spec((200,), n, text=file))} for n in (3, 5))
+    assert (len(few), len(more)) == (3, 5)
+    shared = few.keys() & more.keys()
+    assert len(shared) >= 2  # the first and the last
+    assert all(np.array_equal(few[key].follows, more[key].follows) for key in shared)
+    assert len({c.context.tobytes() for c in more.values()}) == 5
+
+
+@ALL
 def test_a_long_answer_is_the_second_half_of_a_window(model, tmp_path):
     cases = make_cases("long_answer", model, Spec((200, 301), 3))
-    assert [c.key for c in cases] == [f"long_answer/{n}/{i}" for n in (200, 301) for i in range(3)]
+    assert [c.key.rpartition("/")[0] for c in cases] == [f"long_answer/{n}" for n in (200, 301) for _ in range(3)]
     assert [(len(c.context), len(c.follows)) for c in cases[::3]] == [(100, 100), (150, 151)]
     assert all(c.bytes == len(body(model, c.follows).encode()) for c in cases)
     file = tmp_path / "text.txt"
