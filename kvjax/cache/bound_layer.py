@@ -29,6 +29,7 @@ from typing import Any, TypeVar, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from kvjax.cache.chunked_extend import extend_in_chunks, extend_token_by_token
 from kvjax.cache.components import Components, PromptSelection, ReadResult, Slots
@@ -280,7 +281,11 @@ class MethodLayer:
         more = [(0, 0), (0, 0), (0, num_slots - block.pos.shape[2])]
         k, v = (jnp.pad(x, [*more, (0, 0)]) for x in (block.k, block.v))
         bias = None if block.bias is None else jnp.pad(block.bias, more)
-        block = KVBlock(k, v, jnp.pad(block.pos, more, constant_values=-1), bias)
+        pos = jnp.pad(block.pos, more, constant_values=-1)
+        if not block.pos.shape[2]:
+            # All slots are empty, so constants, whose codes the compiler would compute, which takes it seconds.
+            k, v, pos = lax.optimization_barrier((k, v, pos))
+        block = KVBlock(k, v, pos, bias)
         # Under a policy any slot may be empty, so that no number says which are.
         n = None if self.method.decode else (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
         keys, values, reader_state = self.encode_slots(block, observation)
