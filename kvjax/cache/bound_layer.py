@@ -283,7 +283,7 @@ class MethodLayer:
         bias = None if block.bias is None else jnp.pad(block.bias, more)
         pos = jnp.pad(block.pos, more, constant_values=-1)
         if not block.pos.shape[2]:
-            # All slots are empty, so constants, whose codes the compiler would compute, which takes it seconds.
+            # Every slot is empty, a constant: the compiler would compute its codes by itself, which takes seconds.
             k, v, pos = lax.optimization_barrier((k, v, pos))
         block = KVBlock(k, v, pos, bias)
         # Under a policy any slot may be empty, so that no number says which are.

@@ -144,8 +144,8 @@ def recommend(
     Candidates are sized to take the same bytes of the device, at most the budget. Each reads contexts of these texts
     in which numbers were planted, before any question is known, and is asked for the numbers; then for the answers to
     one's own questions, if there are any; and predicts how the texts go on. The winner has the most right answers, the
-    mean over these tasks; among equals it predicts the texts best. Candidates leave early: after four contexts of each
-    task, eight, sixteen and so on those go on that are not told apart from the first with 95% confidence.
+    mean over these tasks; among equals it predicts the texts best. After 4, 8, 16 .. contexts of each task, candidates
+    with fewer right answers than the first, with 95% confidence, are asked no further.
 
     Args:
       model: from `kvjax.load`.
@@ -158,7 +158,7 @@ def recommend(
         beside the weights is left out.
       context: tokens of the contexts that the method is for.
       length: tokens of the contexts that are tried, at the same fraction of bytes; by default `context`, at most 2,048.
-      contexts: how many are tried of each task, under the candidates that do not leave before.
+      contexts: how many are tried of each task; candidates that fall behind have fewer.
       candidates: methods or their strings, of any size; see `CANDIDATES`.
       out: a folder that keeps every answer, where a run that was stopped goes on.
       batch: contexts at a time.
