@@ -376,9 +376,7 @@ def _add_recommend(p: argparse.ArgumentParser) -> None:
         "--context", default="2k", help="tokens of the contexts that it is for, as 32k (default: %(default)s)"
     )
     p.add_argument("--length", help="tokens of those that are tried (default: --context, at most 2,048)")
-    p.add_argument(
-        "--contexts", type=_integer, default=16, help="of each task; what falls behind has fewer (default: %(default)s)"
-    )
+    p.add_argument("--contexts", type=_integer, default=16, help="of each task (default: %(default)s)")
     p.add_argument("--candidates", help="method strings separated by ';', of any size (default: twelve)")
     p.add_argument("--out", type=expand_user, default=Path("out/recommend"), help="where it writes, and goes on from")
     p.add_argument("--batch", type=_integer, default=4, help="contexts at a time (default: %(default)s)")

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.progress import Progress
 
@@ -56,7 +56,7 @@ lose least, fewer bits alone, and the best known ways to choose tokens. A model 
 how to make one."""
 LENGTH = 2048  # most tokens of a context that is tried by default, so that a recommendation takes minutes
 CONTEXTS, QUESTIONS = 16, 4
-FIRST_CONTEXTS = 4  # of each task, after which candidates leave for the first time
+FIRST_CONTEXTS = 4  # of each task, after which candidates are compared for the first time
 MAX_NAMED = 3  # methods of a line; more are counted
 LEAST_LENGTH = 64  # tokens of a context that an error proposes
 UNITS = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -235,12 +235,10 @@ def recommend(
             tried.remove(method)
             going_on.remove(method)
             note(f"{method} is left out: {problem}")
-        records = select_records(store.read(out), ["full", *going_on], take_first(cases, num_contexts))
-        run = RecordedRun(shared_records(records))
-        winner, equals = rank(run, going_on)
+        run = RecordedRun(select_records(store.read(out), ["full", *going_on], take_first(cases, num_contexts)))
+        winner, equals, behind = rank(run, going_on)
         if num_contexts == contexts:
             break
-        behind = find_behind(run, winner, going_on)
         going_on = [method for method in going_on if method not in behind]
         if behind:
             note(
@@ -272,7 +270,7 @@ def _say_nothing(line: str) -> None:
 
 
 def plan_rounds(contexts: int, batch: int) -> list[int]:
-    """Plans after how many contexts of each task candidates leave: whole batches, twice as many each time."""
+    """Returns the numbers of contexts after which candidates are compared: whole batches, twice as many each time."""
     rounds, num_contexts = [], batch * math.ceil(FIRST_CONTEXTS / batch)
     while num_contexts < contexts:
         rounds.append(num_contexts)
@@ -285,13 +283,7 @@ def try_methods(
 ) -> dict[str, str]:
     """Asks `full`, which comes first, and the candidates; where one fails, each by itself, and the others go on.
 
-    Args:
-      model: that is asked.
-      methods: the candidates after `full`.
-      tasks: as `compare` takes them.
-      spec: as `compare` takes it.
-      out: the folder that keeps the answers.
-      **options: others of `compare`.
+    The arguments are those of `compare`.
 
     Returns:
       The reason for each candidate that failed.
@@ -339,15 +331,6 @@ def select_records(records: Iterable[Any], methods: Sequence[str], cases: Sequen
         return (record["task"], record["key"]) in keys
 
     return [record for record in records if record["method"] in methods and is_wanted(record)]
-
-
-def shared_records(records: Sequence[Any]) -> list[Any]:
-    """Returns the records about the contexts that all of their methods have answered."""
-    answered: dict[str, set[tuple[str, str]]] = {}
-    for record in records:
-        answered.setdefault(record["method"], set()).add((record["task"], record["key"]))
-    shared = set.intersection(*answered.values())
-    return [record for record in records if (record["task"], record["key"]) in shared]
 
 
 def read_texts(path: Path | str, out: Path) -> tuple[str, int, list[str]]:
@@ -546,26 +529,28 @@ def describe_excess(setting: Setting, method: str, context: int) -> str:
     return f"reading {context:,} tokens takes {missing / 1e9:.1f} GB more than {setting.hardware.name} has"
 
 
-def rank(run: RecordedRun, methods: Sequence[str]) -> tuple[str, tuple[str, ...]]:
-    """Returns the winner, and those whose scores these contexts do not tell apart from its own."""
+class Ranking(NamedTuple):
+    """The winner, the methods whose scores are not told apart from its own, and those with lower ones."""
+
+    winner: str
+    equals: tuple[str, ...]
+    behind: tuple[str, ...]
+
+
+def rank(run: RecordedRun, methods: Sequence[str]) -> Ranking:
+    """Ranks methods by their scores, then by their bits; by 95% intervals over the contexts of a run."""
 
     def quality(name: str) -> tuple[float, float]:
         score, bits = (run.difference(name, "full", measure) for measure in (SCORE, BITS))
         return (score.mean if score else 0.0, bits.mean if bits else 0.0)
 
     winner = max(methods, key=quality)
-    equals = []
+    equals, behind = [], []
     for name in methods:
         gap = run.difference(winner, name, SCORE) if name != winner else None
-        if gap is not None and gap.low is not None and gap.low <= 0:
-            equals.append(name)
-    return winner, tuple(equals)
-
-
-def find_behind(run: RecordedRun, winner: str, methods: Sequence[str]) -> list[str]:
-    """Finds the methods with fewer right answers than the winner, with 95% confidence."""
-    gaps = {name: run.difference(winner, name, SCORE) for name in methods if name != winner}
-    return [name for name, gap in gaps.items() if gap is not None and gap.low is not None and gap.low > 0]
+        if gap is not None and gap.low is not None:
+            (equals if gap.low <= 0 else behind).append(name)
+    return Ranking(winner, tuple(equals), tuple(behind))
 
 
 def name_some(names: Sequence[str]) -> str:

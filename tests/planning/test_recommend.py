@@ -22,7 +22,6 @@ from kvjax.planning.recommend import (
     choose_share,
     describe,
     describe_excess,
-    find_behind,
     fit_candidates,
     make_setting,
     parse_budget,
@@ -31,7 +30,6 @@ from kvjax.planning.recommend import (
     read_texts,
     recommend,
     select_records,
-    shared_records,
     try_methods,
 )
 
@@ -115,7 +113,7 @@ def test_most_right_answers_win_then_fewest_bits():
     records = [record(m, "planted", f"p{i}", score=scores[m]) for m in scores for i in range(12)]
     records += [record(m, "ppl", f"t{i}", bits=bits[m] + 0.01 * i) for m in bits for i in range(3)]
     run = RecordedRun(records)
-    assert rank(run, ["worse", "bad", "good"]) == ("good", ("worse",))
+    assert rank(run, ["worse", "bad", "good"]) == ("good", ("worse",), ("bad",))
     # As many answers, and more bits in every text.
     notes = describe(run, Comparison(()), "good", ("worse",), 512, 512)
     assert "these contexts do not tell its answers apart from those of worse: more contexts may" in notes
@@ -303,25 +301,23 @@ def test_a_candidate_whose_bytes_cannot_be_counted_is_left_out(model, monkeypatc
     assert len(fitted) == 1 and left_out == ["bad is left out: it fails with ValueError: boom"]
 
 
-def test_methods_are_compared_on_the_contexts_that_all_have_answered():
+def test_answers_about_other_contexts_lengths_and_methods_are_left_out():
     def record(method, length, i, task="planted"):
         return {"method": method, "task": task, "key": f"{task}/{length}/{i}", "about": {"length": length}}
 
-    records = [record(m, n, i) for m in ("full", "int4") for n in (256, 512) for i in range(4)]
-    records += [record("kivi", 256, i) for i in range(2)] + [record("snapkv", 256, 0)]
+    records = [record(m, n, i) for m in ("full", "int4", "kivi") for n in (256, 512) for i in range(4)]
     records += [record("full", n, 0, "speed") for n in (256, 512)]
-    cases = [Case("planted", f"planted/256/{i}", None, about={"length": 256}) for i in range(4)]
-    selected = select_records(records, ["full", "int4", "kivi"], cases)
-    assert {r["key"] for r in selected} == {*(c.key for c in cases), "speed/256/0"}
-    found = shared_records(select_records(records[:-2], ["full", "int4", "kivi"], cases[:3]))
-    expected = [(m, f"planted/256/{i}") for m in ("full", "int4", "kivi") for i in range(2)]
-    assert [(r["method"], r["key"]) for r in found] == expected
+    cases = [Case("planted", f"planted/256/{i}", None, about={"length": 256}) for i in range(3)]
+    selected = [(r["method"], r["key"]) for r in select_records(records, ["full", "int4"], cases)]
+    assert selected == [*((m, f"planted/256/{i}") for m in ("full", "int4") for i in range(3)), ("full", "speed/256/0")]
 
 
-def test_rounds_are_of_whole_batches():
-    assert [plan_rounds(*sizes) for sizes in ((16, 4), (64, 8), (20, 1), (8, 3), (2, 4))] == [
-        *([4, 8, 16], [8, 16, 32, 64], [4, 8, 16, 20], [6, 8], [2])
-    ]
+@pytest.mark.parametrize(
+    ("contexts", "batch", "rounds"),
+    ((16, 4, [4, 8, 16]), (64, 8, [8, 16, 32, 64]), (20, 1, [4, 8, 16, 20]), (8, 3, [6, 8]), (2, 4, [2])),
+)
+def test_rounds_are_of_whole_batches(contexts, batch, rounds):
+    assert plan_rounds(contexts, batch) == rounds
 
 
 def test_candidates_that_fall_behind_leave_and_more_contexts_go_on(model, texts, tmp_path):
@@ -348,12 +344,10 @@ def test_candidates_that_fall_behind_leave_and_more_contexts_go_on(model, texts,
 
 
 def test_texts_alone_let_nothing_fall_behind():
-    bits = [
-        {"method": m, "task": "ppl", "key": str(i), "scores": [], "bits": b}
-        for i in range(8)
-        for m, b in (("a", 1.0), ("b", 2.0))
-    ]
-    assert find_behind(RecordedRun(bits), "a", ["a", "b"]) == []
+    run = RecordedRun(
+        record(m, "ppl", str(i), bits=b) for i in range(8) for m, b in (("full", 1.0), ("a", 1.1), ("b", 2.0))
+    )
+    assert rank(run, ["b", "a"]) == ("a", (), ())
 
 
 def write_questions(folder, *rows):

@@ -64,8 +64,8 @@ def compare(
         the model's mesh, the first one alone writes there.
       batch: contexts at a time.
       question_aware: each question ends the prompt, so that a method sees it when it compresses.
-      first: asks so many cases of each task and length alone, the first ones; later calls with the same `out` ask the
-        others.
+      first: number of cases of each task and length that are asked, the first ones; by default all. Later calls with
+        the same `out` can ask the others.
       speed: measure it too.
       progress: whether to show how far it is; by default on a terminal and in a notebook. A `rich` progress is used
         as it is.
@@ -122,7 +122,7 @@ def compare(
         out = Path(out or stack.enter_context(tempfile.TemporaryDirectory(prefix="kvjax-")))
         records = stack.enter_context(store.open_store(out, run)) if is_writer else store.Follower()
         if announce is not None:
-            if records.records and first is None:
+            if records.records and first is None:  # calls with `first` follow one another in one folder
                 announce(describe_earlier(out, records.records))
             records.on_append = AnnouncedRows(records, cells, announce).note
         if part is not None and is_writer:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -50,15 +49,11 @@ class Case:
 
 
 def take_first(cases: Iterable[Case], count: int) -> list[Case]:
-    """Returns the first `count` cases of each task and length."""
-    num_taken: Counter[tuple[str, object]] = Counter()
-    taken = []
+    """Takes the first `count` cases of each task and length."""
+    groups: dict[tuple[str, object], list[Case]] = {}
     for case in cases:
-        group = case.task, case.about.get("length")
-        num_taken[group] += 1
-        if num_taken[group] <= count:
-            taken.append(case)
-    return taken
+        groups.setdefault((case.task, case.about.get("length")), []).append(case)
+    return [case for group in groups.values() for case in group[:count]]
 
 
 class TooShort(KvjaxError):

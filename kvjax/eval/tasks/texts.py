@@ -45,7 +45,7 @@ def _cut_windows(task: str, model: Model, spec: Spec, divide: Callable[[int], tu
             longest = bisect.bisect_right(range(1, num_tokens + 1), num_tokens, key=lambda n: sum(divide(n)))
             raise _too_few_tokens(spec, num_tokens, f"{context:,} with {num_predicted} to predict", longest)
         for start, ids, num_bytes in windows:
-            # Its place names a window: the i-th of four is not the i-th of eight.
+            # The key has the window's place: its number depends on how many windows there are.
             key, about = f"{task}/{length}/{start}", {"length": length}
             yield Case(task, key, ids[:context], follows=ids[context:], bytes=num_bytes, about=about)
 
@@ -75,17 +75,18 @@ def _byte_windows(model: Model, spec: Spec, length: int, num_predicted: int) -> 
 
 
 def _text_windows(model: Model, spec: Spec, length: int, num_predicted: int) -> Windows:
-    """Windows for other models: each opens as the tokenizer opens a text, at a line where lines are shorter than it."""
+    """Windows for other models: each opens as the tokenizer opens a text, and starts at a line or within a long one."""
     text, tokenizer, total = symbols.read_source(spec), model.text_tokenizer(), length + num_predicted
     span = total  # characters, grown until every window has its tokens
     while True:
         span = min(span, len(text))
         num_windows = min(spec.contexts, len(text) // span)
         windows = []
-        for at in np.linspace(0, len(text) - span, num_windows):
-            # A text may be a single line: two windows of it may not start at the same place.
-            line = text.rfind("\n", max(int(at) - span, 0), int(at))
-            start = line + 1 if line >= 0 or at < span else int(at)
+        for place in np.linspace(0, len(text) - span, num_windows).astype(int).tolist():
+            start = text.rfind("\n", max(place - span, 0), place) + 1
+            if start == 0 and place >= span:
+                # The line is longer than a window; at its start, two windows of it would be the same.
+                start = place
             encoding = tokenizer.prompt_encoding(text[start : start + span], parse_special=False)
             if len(encoding.ids) <= total:  # one more than needed, since the cut may have changed the last token
                 break
